@@ -32,6 +32,7 @@ CHANGES = {
     "value": lambda model: nn.utils.clip_grad_value_(model.parameters(), 0.1),
     "zeros": lambda model: model.zero_grad(),
     "another": replaced,
+    "data": lambda model: model.weight.grad.data.mul_(0.5),
 }
 
 
@@ -43,11 +44,16 @@ def test_a_change_is_named_once_and_with_several_members_alone(change):
     (message,) = take(edits, model, change)
     assert "each worker has the gradient of its own samples" in message and "max_grad_norm" in message
     assert take(edits, model, change) == []
+    assert edits.may_send_early == (change is not CHANGES["data"]), (
+        "a change that autograd counts is noticed later, too"
+    )
 
 
 def test_what_backward_does_is_no_change():
     model = nn.Linear(4, 4)
     model.weight.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", p.grad.clamp(-0.1, 0.1)))
     edits = GradientEdits(model)
+    assert not edits.may_send_early
     assert [take(edits, model, lambda model: None) for _ in range(WATCHED_STEPS)] == [[]] * WATCHED_STEPS
+    assert edits.may_send_early
     assert take(edits, model, CHANGES["norm"]) == [], "a script does the same in all steps"

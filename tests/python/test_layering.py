@@ -52,7 +52,6 @@ MOST_ATTRIBUTES = 15
 MANY_ATTRIBUTES = {
     "Experts": 22,
     "Protection": 26,
-    "EarlyGradients": 21,
     "Evaluations": 17,
     "FailureDetector": 20,
     "Group": 17,
@@ -60,7 +59,7 @@ MANY_ATTRIBUTES = {
     "Pacer": 21,
     "PipelineRecovery": 18,
     "PipelineStep": 20,
-    "RecoveryDriver": 20,
+    "RecoveryDriver": 19,
     "Replicas": 25,
     "SnapshotRound": 19,
     "Snapshots": 25,
@@ -71,7 +70,6 @@ MANY_ATTRIBUTES = {
 TWINS = {
     "dispatch": "planner, and the ops that do it",
     "flags": "those of sessions' options, and of the demo",
-    "owners": "planner and executor",
     "checkpoints": "options, and a command",
     "membership": "options, and who takes part",
     "placement": "options, planner and executor",

@@ -125,7 +125,7 @@ def test_a_norm_sees_the_rows_of_tokens_alone(tmp_path, ranks):
         expected = run(make(case[0]), *choices(), by_loops)
         if case[2] is WITHOUT_EXPERTS:
             expected["experts"][UNUSED] = 0
-            assert found[1]["norm's weight"] is None  # the session makes it zeros: `complete_gradients`
+            assert found[1]["norm's weight"] is None  # the session makes it zeros
         check(found, expected)
 
 

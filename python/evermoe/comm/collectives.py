@@ -130,14 +130,27 @@ class ExpertReducer:
             else:
                 self._rounds[-1].theirs[host].append(part)
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether no rank shares an expert with another, so that nothing is summed."""
+        return not self._rounds
+
     def reduce(self, gradients: Sequence[Tensor], group: Group) -> None:
         """Replace each layer's gradient `[e, row]` by the sum over all hosts, in place. Collective."""
-        if group.size == 1 or not gradients:
-            return
-        for each in self._rounds:
-            self._reduce_round(each, gradients, group)
+        for sums in self.sums(gradients, group):
+            write_parts(sums, gradients)
 
-    def _reduce_round(self, each: _Round, gradients: Sequence[Tensor], group: Group) -> None:
+    def sums(self, gradients: Sequence[Tensor], group: Group) -> Iterator[list[tuple[Slice, Tensor]]]:
+        """Yield the parts of each round and their sums over all hosts, in the gradients' type. Collective.
+
+        Args:
+            gradients: `[e, row]` of each layer.
+            group: the ranks.
+        """
+        for each in self._rounds if group.size > 1 else ():
+            yield self._sum_round(each, gradients, group)
+
+    def _sum_round(self, each: _Round, gradients: Sequence[Tensor], group: Group) -> list[tuple[Slice, Tensor]]:
         send = [sum(part.stop - part.start for part in parts) for parts in each.theirs]
         receive = [0] * group.size
         for part, hosts in each.mine:
@@ -145,13 +158,11 @@ class ExpertReducer:
                 receive[host] += (part.stop - part.start) * (host != group.rank)
         outgoing = self._pack((part for parts in each.theirs for part in parts), gradients)
         incoming = group.all_to_all(outgoing, send, receive)
-        summed = self._sum(each.mine, incoming.split(receive), gradients, group.rank)
-        returned = group.all_to_all(summed, receive, send)
-        start = 0
-        for part in (part for parts in each.theirs for part in parts):
-            stop = start + part.stop - part.start
-            gradients[part.layer][part.row, part.start : part.stop] = returned[start:stop]
-            start = stop
+        totals, summed = self._sum(each.mine, incoming.split(receive), gradients, group.rank)
+        returned = group.all_to_all(summed, receive, send).to(gradients[0].dtype)
+        theirs = [part for parts in each.theirs for part in parts]
+        lengths = [part.stop - part.start for part in theirs]
+        return [*totals, *zip(theirs, returned.split(lengths), strict=True)]
 
     @staticmethod
     def _pack(parts: Iterable[Slice], gradients: Sequence[Tensor]) -> Tensor:
@@ -161,10 +172,11 @@ class ExpertReducer:
     @staticmethod
     def _sum(
         mine: Sequence[tuple[Slice, list[int]]], incoming: Sequence[Tensor], gradients: Sequence[Tensor], rank: int
-    ) -> Tensor:
-        """Sum the shards of this rank in rank order (float32); return them laid out by destination."""
+    ) -> tuple[list[tuple[Slice, Tensor]], Tensor]:
+        """Sum the shards of this rank in rank order (float32); return them, and laid out by destination."""
         cursor = [0] * len(incoming)
         outgoing: list[list[Tensor]] = [[] for _ in incoming]
+        totals: list[tuple[Slice, Tensor]] = []
         for part, hosts in mine:
             own = gradients[part.layer][part.row, part.start : part.stop]
             length = part.stop - part.start
@@ -174,35 +186,20 @@ class ExpertReducer:
                 cursor[host] += length * (host != rank)
                 total = share.clone() if total is None else total.add_(share)
             assert total is not None
-            own.copy_(total)
-            rounded = own.float()
+            total = total.to(own.dtype)
+            totals.append((part, total))
+            rounded = total.float()
             for host in hosts:
                 if host != rank:
                     outgoing[host].append(rounded)
         pieces = [piece for pieces in outgoing for piece in pieces]
-        return torch.cat(pieces) if pieces else gradients[0].new_empty(0, dtype=torch.float32)
+        return totals, torch.cat(pieces) if pieces else gradients[0].new_empty(0, dtype=torch.float32)
 
 
-def complete_gradients(parameters: Sequence[nn.Parameter], group: Group, flags: Sequence[bool] = ()) -> list[bool]:
-    """Make all ranks agree on which parameters have a gradient: a missing one becomes zeros if another rank has it.
-
-    A parameter without a gradient on every rank keeps `grad = None`, so that the optimizer skips it. Collective.
-
-    Args:
-        parameters: parameters of the model.
-        group: all ranks that have them.
-        flags: any flags; the same number on all ranks.
-
-    Returns:
-        for each flag, whether it is set on any rank.
-    """
-    counts = torch.tensor([*(float(p.grad is not None) for p in parameters), *map(float, flags)])
-    group.all_reduce(counts)
-    found = [count > 0 for count in counts.tolist()]
-    for parameter, has_gradient in zip(parameters, found, strict=False):
-        if has_gradient and parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-    return found[len(parameters) :]
+def write_parts(sums: Iterable[tuple[Slice, Tensor]], gradients: Sequence[Tensor]) -> None:
+    """Write sums of parts into the gradients `[e, row]` of their layers."""
+    for part, total in sums:
+        gradients[part.layer][part.row, part.start : part.stop] = total
 
 
 def reduce_dense(parameters: Sequence[nn.Parameter], group: Group) -> None:
@@ -282,26 +279,6 @@ def send_from_owners(tensors_R: Sequence[Sequence[Tensor]], group: Group) -> Non
     for rank, (tensors, flat) in enumerate(zip(tensors_R, flat_R, strict=True)):
         if rank != group.rank:
             _write_back(tensors, flat)
-
-
-def buckets(tensors_R: Sequence[Sequence[Tensor]], nbytes: int) -> list[list[list[Tensor]]]:
-    """Divide tensors `[rank][n]` into buckets `[bucket][rank][m]` of about `nbytes`; each rank's keep their order.
-
-    Example, with room for 8 bytes: tensors of 4, 4 and 4 bytes of rank 0, and of 8 bytes of rank 1, give a bucket with
-    the first of each, one with the second of rank 0, and one with its third.
-    """
-    room = max(1, nbytes // max(1, len(tensors_R)))
-    queues = [list(reversed(tensors)) for tensors in tensors_R]
-    found = []
-    while any(queues):
-        bucket: list[list[Tensor]] = []
-        for queue in queues:
-            taken: list[Tensor] = []
-            while queue and sum(tensor.nbytes for tensor in taken) < room:
-                taken.append(queue.pop())
-            bucket.append(taken)
-        found.append(bucket)
-    return found
 
 
 def _rounds(flat_R: Sequence[Sequence[Tensor]]) -> Iterator[list[list[Tensor]]]:

@@ -56,7 +56,7 @@ class MembershipManager:
         node: name of this machine, whose memory fails as one.
         device: device of the tensors that `trainer_group` takes.
         rank_key: sort key of ranks; members with equal keys are sorted by id.
-        has_side_group: whether members that train need `side_group`.
+        side_device: device of the tensors that `side_group` takes; None: it is not needed.
     """
 
     _meeting: str | None = None
@@ -73,7 +73,7 @@ class MembershipManager:
         node: str,
         device: torch.device,
         rank_key: str = "",
-        has_side_group: bool = False,
+        side_device: torch.device | None = None,
     ) -> None:
         reserve_open_files(options.members or 1)
         self.id, self.node, self.rank_key = f"{node}-{uuid.uuid4().hex[:8]}", node, rank_key
@@ -91,8 +91,8 @@ class MembershipManager:
         self.transport = Transport(place.host, place.address, secret, options.transport)
         """Messages of background threads between all members, including replica nodes."""
         self._with_replicas = Group(interface)
-        self.side_group, self._has_side_group = Group(interface), has_side_group
-        """Second group of the trainers, for exchanges on the CPU; in a pipeline that of a stage's ranks."""
+        self.side_group, self._side_device = Group(interface), side_device
+        """Second group of the trainers, for collectives in the background; in a pipeline that of a stage's ranks."""
         _link([self.trainer_group, self._with_replicas, self.side_group], self.transport)
         self.steps = 0
         """Steps after which the script ends the job; 0 for no limit."""
@@ -320,8 +320,8 @@ class MembershipManager:
             self._with_replicas.rebuild(dist.PrefixStore("everyone", store), rank, size, cpu, limit)
         if self.role == "train":
             self.trainer_group.rebuild(store, rank, self.num_trainers, self.device, limit)
-            if self._has_side_group:
-                self.side_group.rebuild(dist.PrefixStore("side", store), rank, self.num_trainers, cpu, limit)
+            if (device := self._side_device) is not None:
+                self.side_group.rebuild(dist.PrefixStore("side", store), rank, self.num_trainers, device, limit)
         else:
             self.trainer_group.rebuild(store, 0, 1, cpu, limit)
 

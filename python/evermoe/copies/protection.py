@@ -206,16 +206,18 @@ class Protection:
 
     # ---- a step
 
-    def begin_step(self, step: int) -> None:
-        """Begin the step that makes `step` the number of steps taken. Replicas that cannot follow it get the state."""
+    def begin_step(self, step: int, *, may_send_early: bool = False) -> None:
+        """Begin the step that makes `step` the number of steps taken. Replicas that cannot follow it get the state.
+
+        Gradients for replicas `may_send_early`, during backward, or not.
+        """
         self._step_began = time.monotonic()
         self._selected = self._select()
-        self.replicas.begin_step(step, self._selected)
+        self.replicas.begin_step(step, self._selected, may_send_early=may_send_early)
         self.snapshots.pacer.begin_forward()
 
     def begin_exchange(self, step: int, *, are_final: bool) -> None:
         """Begin to send what is complete of this member's unreduced gradients, if they `are_final` then."""
-        self.replicas.on_backward(ends=True)
         if are_final and self.replicas.is_early and not self.state.late.is_under_way:
             self.replicas.begin_exchange(step, self._selected)
 

@@ -155,13 +155,16 @@ def _start(seating: Seating) -> list[Moment]:
 def _step(seating: Seating) -> Moment:
     """All gradients are complete and on their way to other ranks."""
     options, uses = seating.options, []
-    libraries = LIBRARY_BYTES + KEPT_BYTES + (THREAD_BYTES if seating.is_sharded else 0)
+    in_background = seating.ranks > 1 and seating.gradient_bytes > BUCKET_BYTES
+    libraries = LIBRARY_BYTES + KEPT_BYTES + (THREAD_BYTES if in_background else 0)
     for rank in range(seating.ranks):
         copies = seating.copies[rank]
         held = int(seating.held_R[rank])
         # A layer's gradient is put together from those of its matrices, and each of these from those of its experts.
         layer = seating.layer_experts(rank) * options.weight_bytes
-        early = int(seating.owned_R[rank]) * options.weight_bytes if seating.is_sharded else 0
+        early = (
+            (int(seating.owned_R[rank]) + int(seating.shared_R[rank])) * options.weight_bytes if in_background else 0
+        )
         is_alone = seating.ranks == 1
         uses.append(
             _trained(seating, rank)._replace(

@@ -213,6 +213,19 @@ class Seating:
         return self.shape.dense_parameters + self._experts_R
 
     @property
+    def shared_R(self) -> NDArray[np.int64]:
+        """`[R]` parameters of experts on a rank that other ranks train, too."""
+        shared_RE = self.placed_RE & (self.placed_RE.sum(0) > 1)
+        found: NDArray[np.int64] = shared_RE.sum(1) * self.shape.layers * self.shape.expert_parameters
+        return found
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of the gradients of all parameters, each expert's once."""
+        experts = self.shape.layers * self.shape.experts * self.shape.expert_parameters
+        return (self.shape.dense_parameters + experts) * self.options.weight_bytes
+
+    @property
     def stepped_R(self) -> NDArray[np.int64]:
         """`[R]` parameters of which a rank has the optimizer's state."""
         return self.owned_R + self._experts_R

@@ -30,7 +30,7 @@ class SquareSum:
     """This rank's part of the square of the global gradient's norm.
 
     It has the squares of the local experts' gradients, each divided by its number of hosts; of the gradients that
-    this rank owns; and of every n-th of the others, which are the same on all ranks.
+    this rank owns; and of its part of the others, which are the same on all ranks.
 
     Args:
         state: whose gradients are reduced.
@@ -38,25 +38,35 @@ class SquareSum:
         size: number of members that train.
         of: the parameters whose gradients count; None for all.
         copies: number of members that each train all experts of the placement.
+        flats: the gradients `[n]` that all ranks step, if they are stored one after the other; each rank counts a part
+            of each. None: it counts every n-th gradient.
 
     Attributes:
         norms: float64 `[n]`, of the gradients of which it is made, on their device.
     """
 
     def __init__(
-        self, state: TrainingState, rank: int, size: int, of: Collection[Tensor] | None = None, copies: int = 1
+        self,
+        state: TrainingState,
+        rank: int,
+        size: int,
+        of: Collection[Tensor] | None = None,
+        copies: int = 1,
+        flats: Sequence[Tensor] | None = None,
     ) -> None:
         wanted = None if of is None else {id(parameter) for parameter in of}
         owned = {id(tensor) for tensor in state.owners.tensors()}  # of others' units it has no gradients any more
-        dense = [p for number, p in enumerate(state.dense) if id(p) in owned or number % size == rank]
+        dense = [p for n, p in enumerate(state.dense) if id(p) in owned or (flats is None and n % size == rank)]
         parts = [p.grad for p in dense if p.grad is not None and (wanted is None or id(p) in wanted)]
+        parts += [flat.tensor_split(size)[rank] for flat in flats or ()]
         self._hosts = [1] * len(parts)
+        stacks = []
         for layer in state.layers.values():
             if layer.weights.grad is not None and (wanted is None or id(layer.weights) in wanted):
-                parts += layer.weights.grad.unbind()
+                stacks.append(layer.weights.grad)
                 hosts = np.count_nonzero(layer.matrix_RE[:, layer.ids], axis=0)
                 self._hosts += (copies * hosts).tolist()
-        self.norms = norms(parts)
+        self.norms = torch.cat([norms(parts), *map(row_norms, stacks)])
 
     def value(self, norms: Sequence[float]) -> float:
         """Return the sum for the norms as the host has read them."""
@@ -77,22 +87,35 @@ def norms(gradients: Sequence[Tensor]) -> Tensor:
     return torch.stack([_norm(gradient.reshape(-1)) for gradient in gradients])
 
 
+def row_norms(stack: Tensor) -> Tensor:
+    """Return the norm of each row of gradients `[n, row]`, as `norms` does."""
+    if stack.is_cuda or stack.dtype != torch.float32:
+        return norms(stack.unbind())
+    return _row_norms(stack)
+
+
 def _norm(flat: Tensor) -> Tensor:
     """Return the norm of a gradient in one dimension, on a CPU."""
+    if flat.dtype == torch.float32:
+        return _row_norms(flat[None])[0]
     if flat.dtype != torch.float64 and len(flat) > NORM_ELEMENTS:
-        pieces = [flat] if flat.dtype == torch.float32 else flat.split(PIECE_ELEMENTS)
-        norms = [_norms_of_rows(piece.float()) for piece in pieces]  # faster than a norm of the other type
-        norm = torch.linalg.vector_norm(torch.cat(norms), dtype=torch.float64)
+        pieces = [_row_norms(piece.float()[None]) for piece in flat.split(PIECE_ELEMENTS)]
+        norm = torch.linalg.vector_norm(torch.cat(pieces))  # faster than a norm of the other type
         if norm.isfinite():
             return norm
     return torch.linalg.vector_norm(flat, dtype=torch.float64)
 
 
-def _norms_of_rows(flat: Tensor) -> Tensor:
-    """Return the norms of the rows of NORM_ELEMENTS, and of the rest."""
-    end = len(flat) // NORM_ELEMENTS * NORM_ELEMENTS
-    rows = torch.linalg.vector_norm(flat[:end].view(-1, NORM_ELEMENTS), dim=1)
-    return torch.cat([rows, torch.linalg.vector_norm(flat[end:])[None]])
+def _row_norms(stack: Tensor) -> Tensor:
+    """Return the norm of each row of float32 `[n, row]`, on a CPU."""
+    end = stack.shape[1] // NORM_ELEMENTS * NORM_ELEMENTS
+    if end:
+        pieces = torch.linalg.vector_norm(stack[:, :end].unflatten(1, (-1, NORM_ELEMENTS)), dim=2)
+        rest = torch.linalg.vector_norm(stack[:, end:], dim=1, keepdim=True)
+        found = torch.linalg.vector_norm(torch.cat([pieces, rest], 1), dim=1, dtype=torch.float64)
+        if found.isfinite().all():
+            return found
+    return torch.linalg.vector_norm(stack, dim=1, dtype=torch.float64)
 
 
 def read(*tensors: Tensor) -> list[list[float]]:

@@ -12,20 +12,16 @@ Backward waits for all buckets, since it sums gradients in the same group.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from evermoe.comm.collectives import buckets, send_from_owners
-from evermoe.comm.group import Group
-from evermoe.comm.task import Task
-from evermoe.errors import PeerLost, UnsupportedState
-from evermoe.planning.footprint import BUCKET_BYTES
+from evermoe.comm.background_collectives import BackgroundCollectives, Pending
+from evermoe.comm.collectives import send_from_owners
+from evermoe.errors import UnsupportedState
 
 COMPILED = (
     "shard_optimizer='overlap' makes modules wait for their weights before they compute, which a compiled graph leaves "
@@ -34,32 +30,24 @@ COMPILED = (
 
 
 class LateWeights:
-    """Sends updated weights in buckets, in a background thread during the forward.
+    """Lets the modules of a model wait for weights that are sent in the background.
 
     Args:
-        group: group of the members that train. Nothing else is sent in it until all weights have arrived.
-        trainers: these members' group for all other collectives.
+        background: sends them, and nothing else until all have arrived.
+        model: whose modules wait for their parameters before their forward and their `state_dict`.
+
+    Raises:
+        UnsupportedState: the model is compiled.
     """
 
-    def __init__(self, group: Group, trainers: Group) -> None:
-        self._group, self._trainers = group, trainers
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="evermoe-weights")
+    def __init__(self, background: BackgroundCollectives, model: nn.Module) -> None:
+        self._background = background
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
-        self._tasks: list[Task[None]] = []
+        self._tasks: list[Pending] = []
         self._waited = 0
         """Number of buckets that have arrived: the modules have waited for the first ones, in order."""
         self._bucket: dict[int, int] = {}
         """Index of the bucket of each parameter, by the parameter's id; empty if no bucket is in flight."""
-
-    def attach(self, model: nn.Module) -> None:
-        """Register hooks: each module of a model waits for its parameters before its forward and its `state_dict`.
-
-        Raises:
-            UnsupportedState: a parameter is not on the CPU, or the model is compiled.
-        """
-        device = next((p.device for p in model.parameters() if p.device.type != "cpu"), None)
-        if device is not None:
-            raise UnsupportedState(f"shard_optimizer='overlap' is for models on CPUs, and this one is on {device}")
         if any(isinstance(module, torch._dynamo.OptimizedModule) for module in model.modules()):
             raise UnsupportedState(COMPILED)
         for module in model.modules():
@@ -68,26 +56,17 @@ class LateWeights:
                 self._hooks.append(module.register_state_dict_pre_hook(self._before_state))
                 self._hooks.append(module.register_load_state_dict_pre_hook(self._before_state))
 
-    def begin(self, updated_R: Sequence[Sequence[Tensor]]) -> None:
-        """Begin to send updated weights in the background; collective.
+    def begin(self, buckets: Iterable[Sequence[Sequence[Tensor]]]) -> None:
+        """Begin to send updated weights; collective.
 
         Args:
-            updated_R: `[rank][n]`: weights that each rank owns and has updated, the same on all members.
+            buckets: `[bucket][rank][n]`: weights that each rank owns and has updated, the same on all members.
         """
-        for number, bucket in enumerate(buckets(updated_R, BUCKET_BYTES)):
-            self._bucket |= {id(parameter): number for parameters in bucket for parameter in parameters}
+        for bucket in buckets if self._background.is_available else ():
+            self._bucket |= {id(parameter): len(self._tasks) for parameters in bucket for parameter in parameters}
             # Detached, since a script may replace a parameter's data before it is sent, as `EMA.applied` does.
-            task = Task(partial(self._send, [[each.detach() for each in parameters] for parameters in bucket]))
-            self._tasks.append(task)
-            self._thread.submit(task.run)
-
-    @torch.no_grad()
-    def _send(self, bucket: Sequence[Sequence[Tensor]]) -> None:
-        try:
-            send_from_owners(bucket, self._group)
-        except PeerLost:
-            self._trainers.timed_out = self._trainers.timed_out or self._group.timed_out
-            raise
+            weights_R = [[each.detach() for each in parameters] for parameters in bucket]
+            self._tasks.append(self._background.submit(partial(send_from_owners, weights_R, self._background.group)))
 
     def _before_forward(self, module: nn.Module, _: object) -> None:
         if torch.compiler.is_compiling():
@@ -111,23 +90,14 @@ class LateWeights:
 
     def _wait(self, number: int) -> None:
         if number > self._waited:
-            done: list[bool] = []
-            self._trainers.on_wait(True)
-            try:
-                done = [task.wait() for task in self._tasks[self._waited : number]]
-            finally:
-                self._trainers.on_wait(False, bool(done) and all(done))
-            if not all(done):
-                raise PeerLost(next(task.lost for task in self._tasks if task.lost is not None))
+            self._background.wait(self._tasks[self._waited : number])
             self._waited = number
         if self._waited == len(self._tasks):
-            self._clear()
+            self.forget()
 
-    def end(self) -> None:
-        """Wait until the background thread is idle. If weights are in flight, the group must have been dropped."""
-        for task in self._tasks:
-            task.is_over_within(threading.TIMEOUT_MAX)
-        self._clear()
+    def forget(self) -> None:
+        """Wait for nothing any more: all weights have arrived, or will be sent again."""
+        self._tasks, self._bucket, self._waited = [], {}, 0
 
     def __deepcopy__(self, _: object) -> LateWeights:
         """Return this object, so that a model with its hooks can be copied.
@@ -137,18 +107,22 @@ class LateWeights:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return LateWeights, (Group(), Group())
-
-    def _clear(self) -> None:
-        self._tasks, self._bucket, self._waited = [], {}, 0
+        return _Arrived, ()
 
     def close(self) -> None:
-        """End the thread and remove the hooks."""
-        self.end()
-        self._thread.shutdown()
+        """Remove the hooks."""
+        self.forget()
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+
+
+class _Arrived:
+    """Hooks of a model that was loaded from a file: they wait for nothing."""
+
+    def _before_forward(self, *_: object) -> None: ...
+
+    def _before_state(self, *_: object) -> None: ...
 
 
 def _used_by(module: nn.Module) -> Iterator[nn.Parameter]:

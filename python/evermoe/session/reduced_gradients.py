@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
 
 from evermoe.comm.group import Group
 from evermoe.comm.vote import Ballot, cast
 from evermoe.session import gradients
+from evermoe.session.buckets import Buckets
 from evermoe.session.session_config import SessionConfig
 from evermoe.session.step import Step
 from evermoe.session.step_gradients import StepGradients
@@ -30,30 +30,33 @@ class ReducedGradients:
     def __init__(self, script: TrainingInputs, state: TrainingState, group: Group, config: SessionConfig) -> None:
         self._script, self._state, self._group, self._config = script, state, group, config
 
-    def count(self, step: Step, has_finite: Tensor) -> Ballot:
+    def count(self, step: Step, buckets: Buckets, *, are_changed: bool = False) -> Ballot:
         """Read this member's part of the step's loss and of the gradients' squares.
 
         Args:
             step: whose loss it is.
-            has_finite: whether its gradients were finite before they were reduced, but for experts'.
+            buckets: with the sums.
+            are_changed: whether the gradients may differ from these sums.
         """
         assert step.loss is not None
-        squares = gradients.SquareSum(self._state, self._group.rank, self._group.size)
+        flats = None if are_changed else buckets.flats
+        squares = gradients.SquareSum(self._state, self._group.rank, self._group.size, flats=flats)
+        has_finite = buckets.are_finite
         rank, scale = self._group.rank, self._script.loss_scale.value
         return gradients.ballot_of(step.loss, step.count, has_finite, squares.norms, squares.value, rank, scale)
 
-    def change(self, on_gradients: Callable[[StepGradients], object], step: Step, has_finite: Tensor) -> Ballot:
+    def change(self, on_gradients: Callable[[StepGradients], object], step: Step, buckets: Buckets) -> Ballot:
         """Divide the reduced gradients and let the script change them, unless the step cannot count; collective.
 
         Args:
             on_gradients: the script's function.
             step: whose gradients they are.
-            has_finite: as of `count`.
+            buckets: as of `count`.
 
         Returns:
             The result of `count` before the change, and whether they were divided.
         """
-        mine = self.count(step, has_finite)
+        mine = self.count(step, buckets)
         sums = cast(self._group, mine)
         if sums.is_mixed or not sums.is_finite:
             return mine  # the vote refuses the step, or all leave it out

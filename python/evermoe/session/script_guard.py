@@ -25,6 +25,11 @@ class ScriptGuard:
         self._has_seen_loss = False
         self._edits = GradientEdits(model)
 
+    @property
+    def may_send_early(self) -> bool:
+        """Whether gradients may leave during backward; see `GradientEdits`."""
+        return self._edits.may_send_early
+
     def begin_step(self) -> None:
         """Begin to watch a block, which has no gradients yet."""
         self._is_open = False

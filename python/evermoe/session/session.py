@@ -40,6 +40,7 @@ from evermoe.presets import PresetOptions
 from evermoe.process.memory_folder import DEFAULT, job_folder, node_name
 from evermoe.session import ended_jobs
 from evermoe.session.between_steps import BetweenSteps, check_open
+from evermoe.session.buckets import needs_background
 from evermoe.session.loss_scale import LossScale
 from evermoe.session.preemption import PreemptionHandler
 from evermoe.session.protocol import CommitProtocol
@@ -74,7 +75,7 @@ class Session(BetweenSteps):
         placement: which rank trains which expert.
         checkpoints: a folder that all members share or a URL; or all options of checkpoints.
         shard_optimizer: True: keep the optimizer's state of each module that is no expert on one worker, which takes
-            its steps and sends the new weights to all. `"overlap"`: as True, and on CPUs these weights are sent while
+            its steps and sends the new weights to all. `"overlap"`: as True, and these weights are sent while
             the next forward computes; a module waits for its own before its forward or `state_dict`, and weights must
             be read in no other way between an update and the next backward. False: replicate it.
         max_grad_norm: clips the gradient's global norm, over the experts of all ranks; None for no clipping.
@@ -173,7 +174,7 @@ class Session(BetweenSteps):
             identity=Identity(job, self._state.catalog.layout, common, rounding),
             node=node,
             device=(on := next(model.parameters()).device),
-            has_side_group=is_sharded and on.type == "cpu",
+            side_device=on if config.shard_optimizer == "overlap" or needs_background(model) else None,
         )
         self.group = self._membership.trainer_group
         """The members that train: its `rank` and `size` change with them."""

@@ -75,8 +75,9 @@ class SessionDriver(RecoveryDriver):
         self._state.expert_load.forget_step()
         self.guard.begin_step()
         self._calls.begin(step.number, self._membership.generation)
-        self._protection.begin_step(step.number + 1)
-        self._dense.early.begin_step()
+        may_send = self.guard.may_send_early
+        self._protection.begin_step(step.number + 1, may_send_early=may_send)
+        self._buckets.begin_step(may_send=may_send)
         self._emit(Begin(step.number))
         if self._config.seed is not None:
             self._random.enter_context(seeded(self._config.seed, step.number, self._group.rank))
@@ -104,7 +105,7 @@ class SessionDriver(RecoveryDriver):
             UnsupportedState: the script has scaled it by a `torch.amp.GradScaler`.
         """
         self.guard.check_loss(loss)
-        self._dense.begin_backward()
+        self._buckets.begin_backward()
         self._protection.replicas.on_backward(ends=False)
         return self._script.loss_scale.value
 
@@ -128,22 +129,20 @@ class SessionDriver(RecoveryDriver):
         self.role_request.look()
         self._calls.end()
         self._emit(Reduce(step.number))
-        weights = [layer.weights for layer in self._state.layers.values()]
-        has_finite = gradients.are_finite([p.grad for p in self._state.dense if p.grad is not None])
-        self._dense.complete(weights)
         on_gradients = self._config.on_gradients
+        self._protection.replicas.on_backward(ends=True)
+        self._buckets.complete()
         self._protection.begin_exchange(step.number + 1, are_final=on_gradients is None)
-        self._dense.reduce()
-        self._reducer.reduce(gradients.of_experts(self._state), self._group)
-        changed = None if on_gradients is None else self._reduced.change(on_gradients, step, has_finite)
+        self._buckets.reduce()
+        changed = None if on_gradients is None else self._reduced.change(on_gradients, step, self._buckets)
         is_whole, state_requests = self._protection.finish_exchange(step.number + 1)
         self._emit(Vote(step.number))
-        counted = self._reduced.count(step, has_finite)
+        counted = self._reduced.count(step, self._buckets, are_changed=changed is not None)
         if changed is not None:
             counted = counted._replace(reduced_squares=changed.reduced_squares, divided=changed.divided)
         capture_seconds, step_seconds = self._protection.measured_seconds()
         return counted._replace(
-            votes=float(is_whole and self._group.wait_for_collectives()),
+            votes=float(is_whole and self._buckets.have_succeeded()),
             state_requests=float(state_requests),
             capture_seconds=capture_seconds,
             step_seconds=step_seconds,
@@ -198,7 +197,7 @@ class SessionDriver(RecoveryDriver):
         self._update(after, sums)
         if self._trains and sums.is_finite and self._state.owners.units:
             self._emit(Gather(step_of(after)))
-            self._dense.send_updated()
+            self._buckets.send_updated()
         self._emit(Copy(step_of(after)))
         self._protection.begin_copies(after)
         self.saving.advance_saves(after, is_over=self._trains and sums.trainers == sums.save_done)
@@ -264,7 +263,7 @@ class SessionDriver(RecoveryDriver):
         nodes = min(everyone.size, self._config.copies.replication)
         if self._trains and self._leaving and self._leaving >= nodes:
             self._save_before_leaving(everyone.size)
-        self._dense.await_weights()
+        self._buckets.await_weights()
         complete = everyone.all_reduce(torch.tensor([int(self._protection.settle(self._version))]))
         return {"event": "settled", "is_whole": bool(complete == everyone.size)}
 

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import torch
 
 from evermoe.checkpoint.checkpointer import find_location
-from evermoe.comm.collectives import ExpertReducer
 from evermoe.comm.membership import MembershipManager
 from evermoe.copies.protection import Protection
 from evermoe.errors import LostExperts, UnitsMissing
@@ -21,12 +20,12 @@ from evermoe.recovery.early_survey import EarlySurvey
 from evermoe.recovery.recovery import Recovery
 from evermoe.recovery.survey import Standing
 from evermoe.recovery.target import ExpertTarget
+from evermoe.session.buckets import Buckets
 from evermoe.session.commands import Event
 from evermoe.session.evaluations import Evaluations
 from evermoe.session.loop_restore import LoopRestore
 from evermoe.session.measures import StepMeasures
 from evermoe.session.missing_units import MissingUnits
-from evermoe.session.owners import DenseExchange
 from evermoe.session.purposes import Meeting, waiting_ranks
 from evermoe.session.same_run import MemoryClaim
 from evermoe.session.saving import Saving
@@ -90,12 +89,8 @@ class RecoveryDriver(TrainingDriver):
             self.substitute,
         )
         self._measures = StepMeasures(self._state, self._protection, self.saving, self._emit, counts=self._trains)
-        self._reducer = ExpertReducer([], [], 0)
-        self._dense = DenseExchange(
-            self._state, self._membership, overlaps_gather=self._config.shard_optimizer == "overlap"
-        )
-        if self._dense.late is not None:
-            self._dense.late.attach(self._script.model)
+        overlaps, device = self._config.shard_optimizer == "overlap", membership.device
+        self._buckets = Buckets(self._script.model, self._state, membership, device, overlaps_gather=overlaps)
         self._early = EarlySurvey(self._state, self._protection.replicas.catch_up)
         is_replayable = self._protection.replicas.is_replayable
         self._standby = Standby(self._membership, self._state, store, self._config, is_replayable, self._emit)
@@ -113,14 +108,14 @@ class RecoveryDriver(TrainingDriver):
         """Release the checkpoint folder, and leave gradients to the script."""
         self._standby.end()
         self._early.drop()
-        self._dense.close()
+        self._buckets.close()
         self.saving.close()
         self.run.leave()
         self.lost.close()
 
     def await_weights(self) -> None:
         """Wait for weights that owners still send; where a member is lost, the group is dropped."""
-        self._dense.await_weights()
+        self._buckets.await_weights()
 
     def _settle_weights(self) -> None:
         """Wait until no thread reads or writes the weights by the model."""
@@ -155,7 +150,7 @@ class RecoveryDriver(TrainingDriver):
 
     def interrupt(self) -> None:
         """End what is under way in the group."""
-        self._dense.end()
+        self._buckets.end()
         self._state.late.end()
         self._protection.settle()
 
@@ -212,9 +207,7 @@ class RecoveryDriver(TrainingDriver):
             reached = history.outcome.version
             continues = history.before == reached
             self._loop.restore(progress, step_of(reached), is_new=not established, continues=continues)
-            layers = list(self._state.layers.values())
-            matrices, widths = [layer.matrix_RE for layer in layers], [layer.weights.shape[1] for layer in layers]
-            self._reducer = ExpertReducer(matrices, widths, self._group.rank)
+            self._buckets.plan()
         return {"event": "restored", "version": history.outcome.version, "is_stale": bool(history.outcome.stale)}
 
     def _forget_step(self) -> None:
@@ -250,7 +243,7 @@ class RecoveryDriver(TrainingDriver):
         at, rank = self._membership, self._membership.everyone.rank
         self._emit(Joined(at.identity.job, at.id, at.nodes[rank], rank, at.role, generation, list(at.nodes)))
         if self._trains:
-            self._dense.send_all()
+            self._buckets.send_all()
         self.saving.restart(version, generation)
         copies = self.history.outcome.copies
         self._protection.replan(generation, self._membership.id, copies, waits=waits)

@@ -6,8 +6,8 @@ from torch import nn
 
 from evermoe import MoE
 from evermoe._native import RECORD_HEADER_BYTES
+from evermoe.comm import arrivals
 from evermoe.comm.courier import Courier
-from evermoe.copies.replay import early_gradients
 from evermoe.copies.replay.calibrate import calibrate
 from evermoe.copies.replay.exchange import ReplayExchange
 from evermoe.copies.replay.sender import GradientSender
@@ -62,7 +62,7 @@ def train(group, kind, bucket_bytes, rest):
 
     `rest`: the rank that has a unit which is not known to be complete after backward.
     """
-    early_gradients.PATIENT_STEPS = STEPS if kind == "patient" else 1
+    arrivals.PATIENT_STEPS = STEPS if kind == "patient" else 1
     torch.manual_seed(0)
     rank, model = group.rank, nn.Sequential(*(MoE(8, 8, 6, top_k=1) for _ in range(LAYERS)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)

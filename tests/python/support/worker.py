@@ -25,7 +25,7 @@ import evermoe
 from evermoe._native import digest
 from evermoe.events import Event
 from evermoe.profile import Profiler, memory
-from evermoe.session import early_sums, late_weights
+from evermoe.session import buckets
 from evermoe.state.unit import weight_tensors
 from support.flat_options import grouped
 
@@ -102,7 +102,7 @@ class Options:
     full: dict[int, str] = field(default_factory=dict)
     """By the steps that are taken, the name of a folder to which it then writes the complete model."""
     bucket_bytes: int | None = None
-    """Of gradients that are summed together during backward, instead of the session's own; 0: none are."""
+    """Of gradients that are summed together during backward, instead of the session's own."""
     free_bytes: int | None = None
     """Memory that its host has left, instead of what the system says."""
     waits_for_disk: bool = True
@@ -395,11 +395,9 @@ def write_whole(options: Options, session: evermoe.Session, record: Recorder) ->
 
 def train(options: Options) -> None:
     if options.bucket_bytes is not None:
-        early_sums.BUCKET_BYTES = late_weights.BUCKET_BYTES = options.bucket_bytes
+        buckets.BUCKET_BYTES = options.bucket_bytes
     if options.free_bytes is not None:
         memory.free_host_bytes = lambda: options.free_bytes  # type: ignore[assignment]
-    if options.bucket_bytes == 0:
-        early_sums.EarlySums.plan = lambda self, parameters_R: None  # type: ignore[method-assign]
     record = Recorder(options)
     record.write("started", parent=os.getppid())
     try:

@@ -6,9 +6,9 @@
 Only gradients of experts that one member alone trains are sent early: nothing is added to them after backward. A bucket
 holds all that a member sends of some layers. The last layers come first, in the order of backward.
 
-A bucket is sent before its gradients are known to be final. A script may backpropagate again, or change the gradients,
-the state or the optimizer's numbers. What has changed since is sent again with the rest, and replicas hold the later
-record of a step. A member that had to send something twice sends nothing early for some steps.
+A bucket is sent before its gradients are known to be final: see `evermoe.comm.arrivals`. The state and the optimizer's
+numbers may change, too. What has changed since is sent again with the rest, and replicas hold the later record of a
+step. A member that had to send something twice sends nothing early for some steps.
 
 Every bucket of the plan is sent in every step, empty if its gradients could not be sent early: the receiver waits for
 all of them.
@@ -20,10 +20,10 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from evermoe._native import RECORD_HEADER_BYTES
+from evermoe.comm.arrivals import Arrivals, Sent
 from evermoe.comm.courier import Courier, Message
 from evermoe.comm.pacer import ANY_TIME
 from evermoe.comm.tags import REPLAY_GRADIENTS
@@ -40,36 +40,6 @@ from evermoe.state.unit import Unit
 
 MAX_MESSAGES = 2
 """Messages of a parameter in a step: its full state or a proof, and its gradient."""
-PATIENT_STEPS = 64
-"""Steps in which nothing is sent early after a gradient changed once it was sent."""
-
-
-class Sent(NamedTuple):
-    """The gradient of a layer's experts when it was sent."""
-
-    weights: Tensor
-    gradient: Tensor | None
-    address: int
-    """Address of the gradient's memory."""
-    version: int
-
-    @classmethod
-    def of(cls, weights: Tensor) -> Sent:
-        """Capture the current gradient."""
-        gradient = weights.grad
-        if gradient is None:
-            return cls(weights, None, 0, 0)
-        address = gradient.data_ptr() if gradient.layout == torch.strided else 0
-        return cls(weights, gradient, address, gradient._version)
-
-    @property
-    def has_changed(self) -> bool:
-        """Whether the current gradient differs from the one that was sent.
-
-        Writes that autograd does not count go unnoticed, such as in-place writes to `gradient.data`.
-        """
-        now = Sent.of(self.weights)
-        return now.gradient is not self.gradient or now[2:] != self[2:]
 
 
 def layer_groups(units: Iterable[Unit], bucket_bytes: int, *, has_rest: bool) -> list[list[str]]:
@@ -163,32 +133,18 @@ class EarlyGradients:
                 self._incoming[primary] = found
         self._transfers: list[Transfer] = []
         self._courier: Courier | None = None
-        """Sends this step's buckets as soon as their gradients exist; None if they may not be sent early."""
+        """Sends the buckets of this step."""
         self._step, self._selected = 0, frozenset[str]()
-        self._backwards = self._backwards_before = 0
-        """Backward passes of this step and of the previous one; a bucket is sent once the numbers are equal."""
-        self._arrived: set[str] = set()
-        """Layers for which the latest backward pass has computed gradients."""
-        self._expected: set[str] = set()
-        """The same layers in the previous step."""
-        self._sent: dict[str, Sent] = {}
-        """Gradients that were sent in this step, by layer."""
         self._changed: set[str] = set()
         """Layers whose gradients have changed since they were sent."""
-        self._patient_until = 0
-        """First step in which buckets are sent early again."""
         self._next = 0
         """Number of the next bucket to send."""
         self._sent_units: set[str] = set()
         """Units whose gradients were sent in this step."""
         self.tasks: list[Task[None]] = []
         """Transfers of this step."""
-        weights = {layer: state.layers[layer].weights for layers in self._layers for layer in layers}
-        self._hooks = [
-            each.register_post_accumulate_grad_hook(partial(self._arrive, layer))
-            for layer, each in weights.items()
-            if each.requires_grad
-        ]
+        weights = [[state.layers[layer].weights for layer in layers] for layers in self._layers]
+        self._arrivals = Arrivals(weights, self._begin_send)
 
     def _buckets(
         self, kept: Sequence[UnitProtection], layers: Collection[str], peers: Iterable[int]
@@ -210,53 +166,37 @@ class EarlyGradients:
             selected: units that take part; None for all.
             may_send: whether gradients may be sent as soon as they exist.
         """
-        self._courier = courier if may_send and step >= self._patient_until else None
+        self._courier = courier
         self._step, self._selected = step, frozenset(self._state.catalog.by_name if selected is None else selected)
-        self._backwards_before, self._backwards = self._backwards, 0
-        self._expected, self._arrived = self._arrived, set()
-        self._next, self._sent, self._sent_units, self._changed, self.tasks = 0, {}, set(), set(), []
+        self._next, self._sent_units, self._changed, self.tasks = 0, set(), set(), []
+        self._arrivals.begin_step(may_send=may_send)
         if self._incoming:
             self.tasks.append(courier.submit(partial(self._expect, courier)))
 
     def begin_backward(self) -> None:
         """Record that the script begins a backward pass."""
-        self._backwards += 1
-        self._arrived = set()
+        self._arrivals.begin_backward()
 
-    def _arrive(self, layer: str, _: Tensor) -> None:
-        self._arrived.add(layer)
-        courier = self._courier
-        if courier is None or self._backwards == 0 or self._backwards != self._backwards_before:
-            return
-        while self._next < len(self._layers):
-            layers = self._layers[self._next]
-            if not self._arrived.issuperset(self._expected.intersection(layers)):
-                return
-            sent = {each: Sent.of(self._state.layers[each].weights) for each in layers}
-            self._sent |= sent
-            self.tasks.append(courier.submit(partial(self._send, courier, self._next, list(sent.values()))))
-            self._next += 1
+    def _begin_send(self, number: int, sent: Sequence[Sent]) -> None:
+        assert self._courier is not None
+        self.tasks.append(self._courier.submit(partial(self._send, self._courier, number, sent)))
+        self._next = number + 1
 
     def end_backward(self) -> None:
         """Record that the script's gradients are final: what has changed since it was sent goes with the rest.
 
         Those of experts that several members train are reduced afterwards, in the same tensors.
         """
-        changed = {layer: sent for layer, sent in self._sent.items() if sent.has_changed}
-        self._changed = set(changed)
-        if any(sent.gradient is not None for sent in changed.values()):  # a layer without a gradient was not sent
-            self._patient_until = self._step + PATIENT_STEPS
-        self.stop_sending()
+        changed = {id(each.parameter) for bucket in self._arrivals.end_backward() for each in bucket}
+        self._changed = {path for path, layer in self._state.layers.items() if id(layer.weights) in changed}
 
     def stop_sending(self) -> None:
         """Send nothing more of this step early, and release the gradients that are kept for that."""
-        self._courier, self._sent = None, {}
+        self._arrivals.stop()
 
     def close(self) -> None:
         """Remove the hooks. Calling it again has no effect."""
-        self.stop_sending()
-        for hook in self._hooks:
-            hook.remove()
+        self._arrivals.close()
 
     # ---- the courier's thread
 
@@ -268,7 +208,7 @@ class EarlyGradients:
         """Send a bucket without the units that replicas cannot follow: these come with the rest."""
         if number == 0:
             self._sender.reread()
-        buckets, gradients = self._outgoing[number], {id(each.weights): each.gradient for each in sent}
+        buckets, gradients = self._outgoing[number], {id(each.parameter): each.gradient for each in sent}
         units = self._selected.intersection(unit for bucket in buckets.values() for unit in bucket.units)
         made = {
             unit: list(self._sender.next_step_records(self._step, unit, gradients))
@@ -294,7 +234,7 @@ class EarlyGradients:
         by_name, has_numbers = self._state.catalog.by_name, self._sender.reread_numbers()
         current = {unit for unit in self._sent_units if has_numbers and not self._sender.lacking(unit)}
         if len(current) < len(self._sent_units):
-            self._patient_until = self._step + PATIENT_STEPS
+            self._arrivals.wait_some_steps()
         return {unit for unit in current if by_name[unit].layer not in self._changed}
 
     def wait_for_buckets(self) -> None:

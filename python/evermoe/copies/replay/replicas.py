@@ -225,17 +225,17 @@ class Replicas(Keeper):
 
     # ---- a step
 
-    def begin_step(self, step: int, selected: Collection[str] | None) -> None:
+    def begin_step(self, step: int, selected: Collection[str] | None, *, may_send_early: bool) -> None:
         """Begin a step, in which nothing writes the state until its messages are through.
 
-        `begin_exchange` sends the gradients of these units. For units that replicas cannot follow, the states from
-        before the step are sent now.
+        `begin_exchange` sends the gradients of these units that have not left during backward, if they
+        `may_send_early`. For units that replicas cannot follow, the states from before the step are sent now.
         """
         self._exchange = self._early = self._digests = None
         if self._now is None or not self._now.copies.has_peers:
             return
         copies, has_states = self._now.copies, self._is_healing or self._options.choices.selects_by_budget
-        may_send = not self._state.late.is_under_way
+        may_send = may_send_early and not self._state.late.is_under_way
         copies.gradients.begin_step(self.courier, step, selected, may_send=may_send)
         self._digests = self.courier.submit(copies.take_digests)
         self._is_healing = False

@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch import nn
 
 from evermoe import ElasticSampler, Session
-from evermoe.comm.collectives import buckets, send_from_owners
+from evermoe.comm.background_collectives import BackgroundCollectives
+from evermoe.comm.collectives import send_from_owners
 from evermoe.comm.group import Group
 from evermoe.errors import PeerLost, UnsupportedState
 from evermoe.session import late_weights
@@ -22,14 +23,15 @@ from support.worker import Fault
 FAULT = 5
 NBYTES = 64
 """Of a bucket: each layer has more."""
+CPU = torch.device("cpu")
 
 
-def side_group(group, folder):
+def background(group, folder):
     side = Group()
     store = dist.FileStore(f"{folder}/side", group.size)
     side.rebuild(store, group.rank, group.size, torch.device("cpu"), timedelta(seconds=PATIENCE / 2))
     group.all_reduce(torch.zeros(1))  # all are connected: one that drops its group at once would end others' connecting
-    return side
+    return BackgroundCollectives(side, group, CPU)
 
 
 class Held:
@@ -48,15 +50,13 @@ class Held:
 def used(group, folder, way):
     """Return what rank 1 reads of two layers of rank 0: the first before the second has been sent, then the second."""
     store = dist.FileStore(f"{folder}/events", group.size)
-    late_weights.BUCKET_BYTES = NBYTES
     late_weights.send_from_owners = Held(store) if group.rank == 0 else send_from_owners
     model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
     with torch.no_grad():
         for number, layer in enumerate(model):
             layer.weight.fill_(number + 1 if group.rank == 0 else -1)
-    late = LateWeights(side_group(group, folder), group)
-    late.attach(model)
-    late.begin([[layer.weight for layer in model], []])
+    late = LateWeights(threads := background(group, folder), model)
+    late.begin([[[layer.weight], []] for layer in model])
     read = {
         "forward": lambda layer: layer(torch.ones(1, 8)).detach(),
         "state": lambda layer: layer.state_dict()["weight"].sum(1),
@@ -68,6 +68,7 @@ def used(group, folder, way):
     late.wait()
     is_idle = not late._tasks
     late.close()
+    threads.close()
     hooks = [hook for layer in model for hook in (*layer._forward_pre_hooks, *layer._state_dict_pre_hooks)]
     return [first, second, is_idle, len(hooks)]
 
@@ -84,12 +85,11 @@ def swapped(group, folder):
     """Return what another rank gets while the owner's script has put averages in the weights' place."""
     store = dist.FileStore(f"{folder}/events", group.size)
     late_weights.send_from_owners = Held(store) if group.rank == 0 else send_from_owners
-    late_weights.BUCKET_BYTES = NBYTES
     layers = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(2))
     for layer in layers:
         layer.weight.data.fill_(float(group.rank == 0))
-    late = LateWeights(side_group(group, folder), group)
-    late.begin([[layer.weight for layer in layers], []])
+    late = LateWeights(threads := background(group, folder), layers)
+    late.begin([[[layer.weight], []] for layer in layers])
     if group.rank == 0:
         kept = [layer.weight.data for layer in layers]
         for layer in layers:
@@ -99,7 +99,7 @@ def swapped(group, folder):
         for layer, data in zip(layers, kept, strict=True):
             layer.weight.data = data
     late.wait()
-    late.close()
+    threads.close()
     return [layer.weight.detach() for layer in layers]
 
 
@@ -122,17 +122,16 @@ class Parts(nn.Module):
 
 def test_modules_wait_for_parameters_of_children_that_they_do_not_call():
     model = Parts()
-    late, waited = LateWeights(Group(), Group()), []
+    late, waited = LateWeights(BackgroundCollectives(Group(), Group(), CPU), model), []
     late._wait_for = lambda parameters: waited.extend(map(id, parameters))
-    late.attach(model)
     model(torch.ones(1, 1, 8))
     late.close()
     assert set(waited) == {id(parameter) for parameter in model.parameters()}
 
 
 def test_a_model_can_be_copied_and_saved(tmp_path):
-    late, model = LateWeights(Group(), Group()), nn.Linear(4, 4)
-    late.attach(model)
+    model = nn.Linear(4, 4)
+    late = LateWeights(BackgroundCollectives(Group(), Group(), CPU), model)
     torch.save(model, tmp_path / "model.pt")
     for other in (copy.deepcopy(model), torch.load(tmp_path / "model.pt", weights_only=False)):
         assert torch.equal(other(torch.ones(1, 4)), model(torch.ones(1, 4)))
@@ -141,34 +140,22 @@ def test_a_model_can_be_copied_and_saved(tmp_path):
 
 def lost(group, folder):
     """Return the error of a module that waits for weights of a member that is gone."""
-    late = LateWeights(side_group(group, folder), group)
     model = nn.Linear(8, 8)
-    late.attach(model)
+    late = LateWeights(threads := background(group, folder), model)
     if group.rank == 0:
-        late._group.drop("it leaves")
+        threads.group.drop("it leaves")
         return "left"
-    late.begin([list(model.parameters()), []])
+    late.begin([[list(model.parameters()), []]])
     try:
         model(torch.ones(1, 8))
     except PeerLost:
-        late.end()
         return "lost"
     finally:
-        late.close()
+        threads.close()
 
 
 def test_a_module_whose_weights_do_not_come_says_that_a_member_is_lost(tmp_path):
     assert run_ranks(tmp_path, 2, lost, str(tmp_path)) == ["left", "lost"]
-
-
-def test_buckets_have_all_tensors_once_and_each_owners_in_their_order():
-    tensors_R = [[torch.zeros(n) for n in sizes] for sizes in ([5, 1, 300, 2], [], [40, 40])]
-    for nbytes in (1, 64, 500, 1 << 20):
-        found = buckets(tensors_R, nbytes)
-        for rank, tensors in enumerate(tensors_R):
-            assert [id(t) for bucket in found for t in bucket[rank]] == [id(t) for t in tensors]
-        assert all(any(bucket) for bucket in found)
-        assert len(found) == {1: 4, 64: 3, 500: 2, 1 << 20: 1}[nbytes]
 
 
 def trained(start_job, faults, shard_optimizer):
@@ -211,9 +198,8 @@ def make(**options):
 
 
 def test_compiled_graphs_are_refused(tmp_path):
-    late = LateWeights(Group(), Group())
     model = nn.Linear(4, 4)
-    late.attach(model)
+    late = LateWeights(BackgroundCollectives(Group(), Group(), CPU), model)
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     with pytest.raises((UnsupportedState, torch._dynamo.exc.Unsupported), match="shard_optimizer='overlap'"):
         compiled(torch.ones(1, 4))

@@ -1,0 +1,189 @@
+"""One bucket of parameters, and the sum of its gradients over the ranks of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from evermoe.comm.arrivals import Sent
+from evermoe.comm.collectives import ExpertReducer, Slice, reduce_to_owners, write_parts
+from evermoe.comm.group import Group
+from evermoe.moe.experts import Experts
+from evermoe.session.gradients import are_finite
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Parameters whose gradients are summed together, the last ones of the model first."""
+
+    replicated: list[list[Tensor]]
+    """Those that all ranks step, by type and device."""
+    owned_R: list[list[Tensor]]
+    """Those that one rank steps, by their owner."""
+    experts: list[Tensor]
+    """Weights of MoE layers."""
+    reducer: ExpertReducer
+    """Sums the gradients of these layers."""
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """All of them."""
+        return [each for some in (*self.replicated, *self.owned_R, self.experts) for each in some]
+
+
+def plan_buckets(
+    parameters: Sequence[nn.Parameter],
+    layers: Sequence[Experts],
+    owners: Mapping[int, int],
+    rank: int,
+    size: int,
+    nbytes: int,
+) -> list[Bucket]:
+    """Divide parameters into buckets, the same on all ranks: the last parameters first, as backward reaches them first.
+
+    Args:
+        parameters: of the model, in its order.
+        layers: the MoE layers, with their placement.
+        owners: rank that steps each parameter which has an owner, by the parameter's id.
+        rank: of this member.
+        size: number of members that train.
+        nbytes: gradients of a bucket; its last parameter may exceed them.
+    """
+    layer_of = {id(layer.weights): layer for layer in layers}
+    found: list[Bucket] = []
+    taken: list[nn.Parameter] = []
+    left = nbytes
+    for parameter in reversed(parameters):
+        layer = layer_of.get(id(parameter))
+        taken.append(parameter)
+        left -= parameter.nbytes if layer is None else _shared_bytes(layer)
+        if left <= 0:
+            found.append(_bucket(taken, layer_of, owners, rank, size))
+            taken, left = [], nbytes
+    if taken or not found:
+        found.append(_bucket(taken, layer_of, owners, rank, size))
+    return found
+
+
+def _shared_bytes(layer: Experts) -> int:
+    """Return the most bytes of gradients that a rank has of experts which others train, too; the same on all ranks."""
+    shared = (layer.matrix_RE > 0).sum(0) > 1
+    rows = (layer.matrix_RE > 0)[:, shared].sum(1).max(initial=0)
+    return int(rows) * layer.weights.shape[1] * 4  # sums are made in float32
+
+
+def _bucket(
+    parameters: Sequence[nn.Parameter],
+    layer_of: Mapping[int, Experts],
+    owners: Mapping[int, int],
+    rank: int,
+    size: int,
+) -> Bucket:
+    replicated: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    owned_R: list[list[Tensor]] = [[] for _ in range(size)]
+    experts: list[Tensor] = []
+    for each in parameters:
+        if id(each) in layer_of:
+            experts.append(each)
+        elif id(each) in owners:
+            owned_R[owners[id(each)]].append(each)
+        else:
+            replicated.setdefault((each.dtype, each.device), []).append(each)
+    layers = [layer_of[id(each)] for each in experts]
+    matrices: list[np.ndarray] = [layer.matrix_RE for layer in layers]
+    reducer = ExpertReducer(matrices, [layer.weights.shape[1] for layer in layers], rank)
+    return Bucket(list(replicated.values()), owned_R, experts, reducer)
+
+
+class BucketSum:
+    """The sum of a bucket's gradients.
+
+    Args:
+        bucket: the bucket.
+        gradients: of its parameters; missing ones count as zeros.
+        in_place: whether these tensors may be written before `put`.
+    """
+
+    def __init__(self, bucket: Bucket, gradients: Sequence[Sent], *, in_place: bool) -> None:
+        self._bucket, self._in_place = bucket, in_place
+        self._gradients = {id(each.parameter): each.gradient for each in gradients}
+        self.flats: list[Tensor] = []
+        """Sums `[n]` of the gradients that all ranks step, by type."""
+        self.finite: list[Tensor] = []
+        """Whether this member's gradients were finite."""
+        self.flags: Tensor | None = None
+        """Sum of the flags."""
+        self._owned: list[Tensor] = []
+        self._experts: list[Tensor] = []
+        self._parts: list[tuple[Slice, Tensor]] = []
+        """Sums that are not written to the experts' gradients yet."""
+
+    def _of(self, parameter: Tensor) -> Tensor:
+        gradient = self._gradients[id(parameter)]
+        return torch.zeros_like(parameter) if gradient is None else gradient
+
+    def sum_dense(self, group: Group, flags: Tensor | None = None) -> None:
+        """Sum the gradients of what is no expert's; collective.
+
+        Args:
+            group: the ranks.
+            flags: any values `[n]`, summed with them; the same number on all ranks.
+        """
+        for parameters in self._bucket.replicated:
+            some = parameters[0]
+            pieces = [self._of(each).reshape(-1) for each in parameters]
+            length = sum(map(len, pieces))
+            has_flags = flags is not None and self.flags is None
+            flat = torch.cat([*pieces, flags.to(some)] if flags is not None and has_flags else pieces)
+            self.finite.append(are_finite([flat[:length]]))
+            group.all_reduce(flat)
+            self.flats.append(flat[:length])
+            if has_flags:
+                self.flags = flat[length:]
+        if flags is not None and self.flags is None:
+            self.flags = group.all_reduce(flags.clone())
+        if any(self._bucket.owned_R):
+            gradients_R = [[self._of(each) for each in parameters] for parameters in self._bucket.owned_R]
+            self.finite.append(are_finite([each for gradients in gradients_R for each in gradients]))
+            self._owned = gradients_R[group.rank]
+            if not self._in_place:
+                self._owned = gradients_R[group.rank] = [each.clone() for each in self._owned]
+            reduce_to_owners(gradients_R, group)
+
+    def sum_experts(self, group: Group) -> None:
+        """Sum the gradients of experts over their hosts; collective."""
+        if self._bucket.reducer.is_empty:
+            return
+        self._experts = [self._of(each) for each in self._bucket.experts]
+        if self._in_place:
+            self._bucket.reducer.reduce(self._experts, group)
+        else:
+            self._parts = [each for sums in self._bucket.reducer.sums(self._experts, group) for each in sums]
+
+    def put(self, present: set[int], rank: int) -> None:
+        """Make the sums the gradients of the parameters that have one on any rank.
+
+        Args:
+            present: ids of these parameters.
+            rank: of this member: it drops the gradients that others own.
+        """
+        for parameters, flat in zip(self._bucket.replicated, self.flats, strict=True):
+            for each, part in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
+                if id(each) in present and each.is_contiguous():
+                    each.grad = part.view_as(each)
+                elif id(each) in present:
+                    each.grad = self._of(each).copy_(part.view_as(each))
+        for each, total in zip(self._bucket.owned_R[rank], self._owned, strict=True):
+            each.grad = total if id(each) in present else None
+        for owner, parameters in enumerate(self._bucket.owned_R):
+            for each in parameters if owner != rank else ():
+                each.grad = None
+        write_parts(self._parts, self._experts)
+        for each, total in zip(self._bucket.experts if self._experts else [], self._experts, strict=True):
+            if id(each) in present:
+                each.grad = total
+        self._gradients, self._parts, self._experts = {}, [], []
