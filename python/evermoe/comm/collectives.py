@@ -5,10 +5,13 @@ gradients.
 Each host of an expert owns a shard of its gradient; it receives that shard from all other hosts, sums in rank order
 and returns the sum, so that all replicas get the same bits. Other gradients use bucketed all-reduce, or an all-to-all
 to the owner of each, in buckets of which every owner has an equal part.
+
+Gradients of 16 bits travel with 16 bits, and are summed in float32 and rounded once.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -156,44 +159,44 @@ class ExpertReducer:
         for part, hosts in each.mine:
             for host in hosts:
                 receive[host] += (part.stop - part.start) * (host != group.rank)
-        outgoing = self._pack((part for parts in each.theirs for part in parts), gradients)
+        wire = functools.reduce(torch.promote_types, (gradient.dtype for gradient in gradients))
+        outgoing = self._pack((part for parts in each.theirs for part in parts), gradients).to(wire)
         incoming = group.all_to_all(outgoing, send, receive)
         totals, summed = self._sum(each.mine, incoming.split(receive), gradients, group.rank)
-        returned = group.all_to_all(summed, receive, send).to(gradients[0].dtype)
+        returned = group.all_to_all(summed.to(wire), receive, send)
         theirs = [part for parts in each.theirs for part in parts]
         lengths = [part.stop - part.start for part in theirs]
         return [*totals, *zip(theirs, returned.split(lengths), strict=True)]
 
     @staticmethod
     def _pack(parts: Iterable[Slice], gradients: Sequence[Tensor]) -> Tensor:
-        pieces = [gradients[part.layer][part.row, part.start : part.stop].float() for part in parts]
-        return torch.cat(pieces) if pieces else gradients[0].new_empty(0, dtype=torch.float32)
+        pieces = [gradients[part.layer][part.row, part.start : part.stop] for part in parts]
+        return torch.cat(pieces) if pieces else gradients[0].new_empty(0)
 
     @staticmethod
     def _sum(
         mine: Sequence[tuple[Slice, list[int]]], incoming: Sequence[Tensor], gradients: Sequence[Tensor], rank: int
     ) -> tuple[list[tuple[Slice, Tensor]], Tensor]:
-        """Sum the shards of this rank in rank order (float32); return them, and laid out by destination."""
+        """Sum the shards of this rank in rank order, at least in float32; return them, and laid out by destination."""
         cursor = [0] * len(incoming)
         outgoing: list[list[Tensor]] = [[] for _ in incoming]
         totals: list[tuple[Slice, Tensor]] = []
         for part, hosts in mine:
             own = gradients[part.layer][part.row, part.start : part.stop]
-            length = part.stop - part.start
+            length, wide = part.stop - part.start, torch.promote_types(own.dtype, torch.float32)
             total: Tensor | None = None
             for host in hosts:
-                share = own.float() if host == rank else incoming[host][cursor[host] : cursor[host] + length]
+                share = own if host == rank else incoming[host][cursor[host] : cursor[host] + length]
                 cursor[host] += length * (host != rank)
-                total = share.clone() if total is None else total.add_(share)
+                total = share.to(wide, copy=True) if total is None else total.add_(share)
             assert total is not None
-            total = total.to(own.dtype)
-            totals.append((part, total))
-            rounded = total.float()
+            rounded = total.to(own.dtype)
+            totals.append((part, rounded))
             for host in hosts:
                 if host != rank:
                     outgoing[host].append(rounded)
         pieces = [piece for pieces in outgoing for piece in pieces]
-        return totals, torch.cat(pieces) if pieces else gradients[0].new_empty(0, dtype=torch.float32)
+        return totals, torch.cat(pieces) if pieces else gradients[0].new_empty(0)
 
 
 def write_parts(sums: Iterable[tuple[Slice, Tensor]], gradients: Sequence[Tensor]) -> None:
@@ -202,8 +205,24 @@ def write_parts(sums: Iterable[tuple[Slice, Tensor]], gradients: Sequence[Tensor
         gradients[part.layer][part.row, part.start : part.stop] = total
 
 
+def sum_flat(flat: Tensor, group: Group) -> None:
+    """Replace `flat` `[n]` by its sum over all ranks, in place; collective.
+
+    Numbers of 16 bits travel as they are, and are summed in float32 and in the order of ranks: each rank sums a part.
+    """
+    if flat.dtype not in (torch.bfloat16, torch.float16):
+        group.all_reduce(flat)
+        return
+    parts = flat.tensor_split(group.size)
+    lengths, own = [len(part) for part in parts], len(parts[group.rank])
+    total = torch.zeros(own, dtype=torch.float32, device=flat.device)
+    for share in group.all_to_all(flat, lengths, [own] * group.size).split(own):
+        total += share
+    flat.copy_(group.all_to_all(total.to(flat.dtype).repeat(group.size), [own] * group.size, lengths))
+
+
 def reduce_dense(parameters: Sequence[nn.Parameter], group: Group) -> None:
-    """Sum the gradients of replicated parameters over all ranks by all-reduce, in buckets of one dtype. Collective."""
+    """Sum the gradients of replicated parameters over all ranks, in buckets of one dtype. Collective."""
     if group.size == 1:
         return
     buckets: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
@@ -218,7 +237,7 @@ def reduce_dense(parameters: Sequence[nn.Parameter], group: Group) -> None:
 
 def _reduce_bucket(gradients: list[Tensor], group: Group) -> None:
     flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-    group.all_reduce(flat)
+    sum_flat(flat, group)
     for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
         gradient.copy_(part.view_as(gradient))
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from evermoe.comm.arrivals import Sent
-from evermoe.comm.collectives import ExpertReducer, Slice, reduce_to_owners, write_parts
+from evermoe.comm.collectives import ExpertReducer, Slice, reduce_to_owners, sum_flat, write_parts
 from evermoe.comm.group import Group
 from evermoe.moe.experts import Experts
 from evermoe.session.gradients import are_finite
@@ -140,7 +140,7 @@ class BucketSum:
             has_flags = flags is not None and self.flags is None
             flat = torch.cat([*pieces, flags.to(some)] if flags is not None and has_flags else pieces)
             self.finite.append(are_finite([flat[:length]]))
-            group.all_reduce(flat)
+            sum_flat(flat, group)
             self.flats.append(flat[:length])
             if has_flags:
                 self.flags = flat[length:]

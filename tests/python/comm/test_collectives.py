@@ -13,7 +13,7 @@ from torch import nn
 
 from evermoe.comm import collectives as collectives_module
 from evermoe.comm import group as group_module
-from evermoe.comm.collectives import ExpertReducer, Slice, reduce_dense
+from evermoe.comm.collectives import ExpertReducer, Slice, reduce_dense, sum_flat
 from evermoe.comm.gather import share_json
 from evermoe.comm.group import Group
 from evermoe.errors import PeerLost
@@ -227,6 +227,32 @@ def test_dense_gradients(tmp_path, monkeypatch):
             for number, gradient in enumerate(found[:4]):
                 expected = sum(1 + number + 10 * rank for rank in range(3))
                 assert (gradient == expected).all(), number
+
+
+def sum_halves(group, dtype):
+    """Values of which a sum in 16 bits would lose the small ones, at any place of an uneven length."""
+    flat = torch.full((7,), 1.0 if group.rank else torch.tensor(2.0) / torch.finfo(dtype).eps, dtype=dtype)
+    sum_flat(flat, group)
+    return flat
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_halves_are_summed_in_float32(tmp_path, dtype):
+    for found in run_threads(tmp_path, 3, sum_halves, dtype):
+        assert found.dtype == dtype
+        assert (found == 2.0 / torch.finfo(dtype).eps + 2.0).all()
+
+
+def count_expert_bytes(group, dtype):
+    nbytes, all_to_all = [], group.all_to_all
+    group.all_to_all = lambda rows, *counts: nbytes.append(rows.nbytes) or all_to_all(rows, *counts)
+    reduce_experts(group, [np.ones((2, 3), np.int64), np.ones((2, 1), np.int64)], dtype, 1 << 20)
+    return sum(nbytes)
+
+
+def test_halves_of_experts_travel_with_16_bits(tmp_path):
+    wide, half = (sum(run_threads(tmp_path, 2, count_expert_bytes, t)) for t in (torch.float32, torch.bfloat16))
+    assert wide == 2 * half > 0
 
 
 def test_a_single_rank_keeps_its_dense_gradients():
