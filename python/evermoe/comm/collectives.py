@@ -6,7 +6,7 @@ Each host of an expert owns a shard of its gradient; it receives that shard from
 and returns the sum, so that all replicas get the same bits. Other gradients use bucketed all-reduce, or an all-to-all
 to the owner of each, in buckets of which every owner has an equal part.
 
-Gradients of 16 bits travel with 16 bits, and are summed in float32 and rounded once.
+Gradients of 16 bits are summed in float32 and rounded once; those of experts travel with 16 bits.
 """
 
 from __future__ import annotations
@@ -208,10 +208,14 @@ def write_parts(sums: Iterable[tuple[Slice, Tensor]], gradients: Sequence[Tensor
 def sum_flat(flat: Tensor, group: Group) -> None:
     """Replace `flat` `[n]` by its sum over all ranks, in place; collective.
 
-    Numbers of 16 bits travel as they are, and are summed in float32 and in the order of ranks: each rank sums a part.
+    Numbers of 16 bits are summed in float32 and rounded once. On GPUs NCCL sums them as float32. On CPUs they travel as
+    they are, and each rank sums a part, in the order of ranks.
     """
     if flat.dtype not in (torch.bfloat16, torch.float16):
         group.all_reduce(flat)
+        return
+    if flat.is_cuda:  # an exchange of parts would not use the topology, as NCCL's all-reduce does
+        flat.copy_(group.all_reduce(flat.float()))
         return
     parts = flat.tensor_split(group.size)
     lengths, own = [len(part) for part in parts], len(parts[group.rank])
