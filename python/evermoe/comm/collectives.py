@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
@@ -66,12 +66,27 @@ def all_reduce(values: Tensor, group: Group) -> Tensor:
 
 @dataclass(frozen=True)
 class Slice:
-    """A part of one local expert's gradient: `weights[layer].grad[row, start:stop]`."""
+    """A part of some local experts' gradients: `weights[layer].grad[row : row + rows, start:stop]`."""
 
     layer: int
     row: int
     start: int
     stop: int
+    rows: int = 1
+
+    @property
+    def elements(self) -> int:
+        """Number of its elements."""
+        return self.rows * (self.stop - self.start)
+
+    def of(self, gradients: Sequence[Tensor]) -> Tensor:
+        """Return the part, `[rows, n]`, as a view."""
+        return gradients[self.layer][self.row : self.row + self.rows, self.start : self.stop]
+
+    def joined(self, other: Slice) -> Slice | None:
+        """Return both as one if `other` is the same part of the following row."""
+        following = replace(self, row=self.row + self.rows, rows=1)
+        return replace(self, rows=self.rows + 1) if other == following else None
 
 
 class _Round(NamedTuple):
@@ -128,10 +143,12 @@ class ExpertReducer:
         bounds = [start + (stop - start) * i // len(hosts) for i in range(len(hosts) + 1)]
         for i, host in enumerate(hosts):
             part = Slice(layer, row, bounds[i], bounds[i + 1])
-            if host == self._rank:
-                self._rounds[-1].mine.append((part, hosts))
-            else:
-                self._rounds[-1].theirs[host].append(part)
+            if host != self._rank:
+                _append(self._rounds[-1].theirs[host], part)
+                continue
+            mine = self._rounds[-1].mine
+            joined = mine[-1][0].joined(part) if mine and mine[-1][1] == hosts else None
+            mine[-1 if joined else len(mine) :] = [(joined or part, hosts)]
 
     @property
     def is_empty(self) -> bool:
@@ -154,23 +171,22 @@ class ExpertReducer:
             yield self._sum_round(each, gradients, group)
 
     def _sum_round(self, each: _Round, gradients: Sequence[Tensor], group: Group) -> list[tuple[Slice, Tensor]]:
-        send = [sum(part.stop - part.start for part in parts) for parts in each.theirs]
+        send = [sum(part.elements for part in parts) for parts in each.theirs]
         receive = [0] * group.size
         for part, hosts in each.mine:
             for host in hosts:
-                receive[host] += (part.stop - part.start) * (host != group.rank)
+                receive[host] += part.elements * (host != group.rank)
         wire = functools.reduce(torch.promote_types, (gradient.dtype for gradient in gradients))
         outgoing = self._pack((part for parts in each.theirs for part in parts), gradients).to(wire)
         incoming = group.all_to_all(outgoing, send, receive)
         totals, summed = self._sum(each.mine, incoming.split(receive), gradients, group.rank)
         returned = group.all_to_all(summed.to(wire), receive, send)
         theirs = [part for parts in each.theirs for part in parts]
-        lengths = [part.stop - part.start for part in theirs]
-        return [*totals, *zip(theirs, returned.split(lengths), strict=True)]
+        return [*totals, *zip(theirs, returned.split([part.elements for part in theirs]), strict=True)]
 
     @staticmethod
     def _pack(parts: Iterable[Slice], gradients: Sequence[Tensor]) -> Tensor:
-        pieces = [gradients[part.layer][part.row, part.start : part.stop] for part in parts]
+        pieces = [part.of(gradients).reshape(-1) for part in parts]
         return torch.cat(pieces) if pieces else gradients[0].new_empty(0)
 
     @staticmethod
@@ -182,8 +198,8 @@ class ExpertReducer:
         outgoing: list[list[Tensor]] = [[] for _ in incoming]
         totals: list[tuple[Slice, Tensor]] = []
         for part, hosts in mine:
-            own = gradients[part.layer][part.row, part.start : part.stop]
-            length, wide = part.stop - part.start, torch.promote_types(own.dtype, torch.float32)
+            own = part.of(gradients).reshape(-1)
+            length, wide = part.elements, torch.promote_types(own.dtype, torch.float32)
             total: Tensor | None = None
             for host in hosts:
                 share = own if host == rank else incoming[host][cursor[host] : cursor[host] + length]
@@ -202,7 +218,13 @@ class ExpertReducer:
 def write_parts(sums: Iterable[tuple[Slice, Tensor]], gradients: Sequence[Tensor]) -> None:
     """Write sums of parts into the gradients `[e, row]` of their layers."""
     for part, total in sums:
-        gradients[part.layer][part.row, part.start : part.stop] = total
+        target = part.of(gradients)
+        target.copy_(total.view_as(target))
+
+
+def _append(parts: list[Slice], part: Slice) -> None:
+    joined = parts[-1].joined(part) if parts else None
+    parts[-1 if joined else len(parts) :] = [joined or part]
 
 
 def sum_flat(flat: Tensor, group: Group) -> None:

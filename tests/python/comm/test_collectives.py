@@ -185,6 +185,18 @@ def test_example_of_the_documentation():
     assert only.theirs == [[], [Slice(0, 0, 0, 3)], [], [], [Slice(0, 0, 6, 10)]]
 
 
+def test_rows_with_the_same_hosts_are_one_part():
+    """Two ranks with all of six experts, and one with the third alone."""
+    matrix = np.array([[1] * 6, [1] * 6, [0, 0, 1, 0, 0, 0]])
+    (only,) = ExpertReducer([matrix], [6], 0)._rounds
+    assert only.mine == [
+        (Slice(0, 0, 0, 3, 2), [0, 1]),
+        (Slice(0, 2, 0, 2), [0, 1, 2]),
+        (Slice(0, 3, 0, 3, 3), [0, 1]),
+    ]
+    assert only.theirs == [[], [Slice(0, 0, 3, 6, 2), Slice(0, 2, 2, 4), Slice(0, 3, 3, 6, 3)], [Slice(0, 2, 4, 6)]]
+
+
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("elements", [1, 7, 12])
 def test_a_round_takes_at_most_a_bucket_from_each_rank(seed, elements):
@@ -195,12 +207,13 @@ def test_a_round_takes_at_most_a_bucket_from_each_rank(seed, elements):
     for rounds in zip(*(reducer._rounds for reducer in reducers), strict=True):
         for each in rounds:
             parts = [part for part, _ in each.mine] + [part for parts in each.theirs for part in parts]
-            assert sum(part.stop - part.start for part in parts) <= elements
+            assert sum(part.elements for part in parts) <= elements
     for rank, reducer in enumerate(reducers):
         for part, hosts in (each for only in reducer._rounds for each in only.mine):
-            expert = np.flatnonzero(placed[part.layer][rank])[part.row]
-            assert hosts == np.flatnonzero(placed[part.layer][:, expert]).tolist()
-            covered[part.layer][part.start : part.stop, expert] += 1
+            for row in range(part.row, part.row + part.rows):
+                expert = np.flatnonzero(placed[part.layer][rank])[row]
+                assert hosts == np.flatnonzero(placed[part.layer][:, expert]).tolist()
+                covered[part.layer][part.start : part.stop, expert] += 1
     for layer, found in enumerate(covered):
         shared = (placed[layer] > 0).sum(0) > 1
         assert (found == shared).all(), "each element of a shared expert is summed once, and no other"

@@ -8,7 +8,8 @@ import time
 import pytest
 
 from evermoe._native import Arena
-from support.harness import FEWEST
+from evermoe.state.version import step_of
+from support.harness import FEWEST, wait_until
 from support.history import check_history, check_recovered, committed_steps
 from support.worker import Fault
 
@@ -23,9 +24,16 @@ def crash_all(job, workers, step=CRASH):
         for each in workers:
             bundles = len(each.events("snapshot_received", step=step - 1)) if step else 1
             each.wait_for("snapshot_received", step=step, count=bundles)
+    if job.session.get("replication") == 1:  # copies in the worker's own memory, which no vote waits for
+        wait_until(lambda: newest_steps(job, workers) == {step}, f"copies of step {step} are complete")
     for each in workers:
         each.signal(signal.SIGKILL)
     assert {each.join() for each in workers} == {-9}
+
+
+def newest_steps(job, workers):
+    arenas = [path for each in workers for path in job.node_memory(each.name).glob("*.arena")]
+    return {step_of(version) for path in arenas for _, version in Arena.open(path).versions()[:1]}
 
 
 def run_until_crash(job, names="abc"):
