@@ -119,7 +119,6 @@ class Pacer:
         self._running, self._is_counting = 0, True
         self._busy_since = 0
         self._changed = now()
-        self._step_lasts = 0
         self.step = 0
         """Number of steps that have begun."""
         self._hurry: When | None = None
@@ -177,7 +176,7 @@ class Pacer:
         """
         with self._change:
             now = self._now() if at is None else at
-            self._step_lasts, self._changed = now - self._steps[-1].start, now
+            self._changed = now
             self.step += 1
             self._steps.append(_Step(self.step, now, []))
             self._seen, self._reached, self._hurry, self._awaits_some = {}, -1, None, False
@@ -354,7 +353,8 @@ class Pacer:
 
     def _until_paused(self, now: int) -> float:
         """Return the nanoseconds until training counts as paused, unless a collective begins or ends; below 0 then."""
-        pause = max(PAUSED_STEPS * self._step_lasts, PAUSED_SECONDS * 1e9)
+        lasts = self._steps[-1].start - self._steps[-2].start if len(self._steps) > 1 else 0
+        pause = max(PAUSED_STEPS * lasts, PAUSED_SECONDS * 1e9)
         return pause if self._running else pause - (now - self._changed)
 
     def _is_open(self, seconds: float, now: int) -> bool:

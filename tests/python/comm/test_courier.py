@@ -345,14 +345,11 @@ def test_a_waiting_thread_sleeps_through_collectives_that_open_no_window_for_it(
     thread.start()
     while not wakes:
         time.sleep(0.001)
-    collective(pacer, clock)
     pacer.begin_step()
     for _ in range(20):
         collective(pacer, clock, "another")
-    pacer.begin_forward()
     collective(pacer, clock)
     time.sleep(0.05)
-    assert len(wakes) == 1
     collective(pacer, clock)
     thread.join(PATIENCE)
     assert not thread.is_alive() and wakes == [pytest.approx(10.0, abs=0.1)]

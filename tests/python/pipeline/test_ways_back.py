@@ -9,6 +9,7 @@ from torch import nn
 
 from evermoe.copies.snapshot.bundles import Bundle
 from evermoe.copies.snapshot.store import SnapshotStore
+from evermoe.copies.snapshot.unit_tensors import UnitTensors
 from evermoe.pipeline.localised import LocalisedRecovery
 from evermoe.pipeline.slice_choice import SliceChoice
 from evermoe.pipeline.sparse_windows import SparseWindows
@@ -39,7 +40,7 @@ def capture(state, store, windows, step):
     """Captures a slice, of a window, as of its step."""
     for kept in store.own:
         if kept.number in windows.due(step):
-            store.capture(kept, state.tensors(kept.bundle.units), BEGUN + step).wait()
+            store.capture(kept, UnitTensors.of(state.tensors(kept.bundle.units)), BEGUN + step).wait()
 
 
 def ways_back(group, folder):

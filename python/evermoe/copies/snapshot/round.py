@@ -17,6 +17,7 @@ from evermoe.comm.task import Task
 from evermoe.comm.transport import Transfer
 from evermoe.copies.snapshot.segments import Segment, Segments
 from evermoe.copies.snapshot.store import BundleArena, SnapshotStore
+from evermoe.copies.snapshot.unit_tensors import UnitTensors
 from evermoe.errors import CaptureCancelled, CorruptCopy
 from evermoe.events import ChunkSent, Listener, SnapshotReceived
 from evermoe.state.stored import NO_COPIES, KeptCopies
@@ -128,10 +129,8 @@ class SnapshotRound:
         If optimizer state is still on its way to this member (see `LateState`), the round begins once that has arrived.
         """
         self._first_step = self.courier.step
-        self.store.prepare(self.own)
         # Values that the script puts in a parameter's place meanwhile, as `EMA.applied` does, must not be read.
-        state = self.store.state
-        tensors = [state.tensors(kept.bundle.units) for kept in self.own]
+        state, tensors = self.store.state, self.store.prepare(self.own)
         if not state.late.missing:
             self._capture(tensors)
 
@@ -148,14 +147,14 @@ class SnapshotRound:
         self.task = self.courier.submit(run)
         return self
 
-    def _capture(self, tensors: Sequence[list[list[Tensor]]]) -> None:
+    def _capture(self, tensors: Sequence[UnitTensors]) -> None:
         """Begin to capture the tensors of this member's bundles; record those that the courier must read."""
         self._captures = [
             self.store.capture(kept, found, self.version) for kept, found in zip(self.own, tensors, strict=True)
         ]
         for kept, found, capture in zip(self.own, tensors, self._captures, strict=True):
             if capture is None:
-                self._tensors |= zip(kept.bundle.units, found, strict=True)
+                self._tensors |= zip(kept.bundle.units, found.by_unit, strict=True)
         self._has_begun.set()
 
     @property

@@ -234,6 +234,7 @@ class Snapshots(Keeper):
         is_complete = self.wait_for_copies()
         self.rounds.current = None
         self.rounds.sources.clear()
+        self._store.listed.forget()
         if version is not None and self.copies_late and self.snapshot_schedule.begun < step_of(version):
             self._is_settled = False
             self.begin_copies(version, ScheduledCopies(bundles=None))

@@ -26,6 +26,7 @@ from evermoe.copies.snapshot.gpu_source import GpuSource
 from evermoe.copies.snapshot.gpu_sources import GpuSources
 from evermoe.copies.snapshot.segments import Segments, even
 from evermoe.copies.snapshot.spare_room import SpareRoom, release_all
+from evermoe.copies.snapshot.unit_tensors import ListedTensors, UnitTensors
 from evermoe.errors import CorruptCopy
 from evermoe.planning.protection import OWN_VERSIONS
 from evermoe.process.memory_folder import check_private, make_private
@@ -123,6 +124,10 @@ class SnapshotStore:
     """Segments of the bundles, as planned; None for even ones."""
     room: SpareRoom | None = None
     """Space that this member has reserved as a spare, for its first arenas."""
+
+    def __post_init__(self) -> None:
+        self.listed = ListedTensors(self.state)
+        """Lists the tensors that are captured."""
 
     def pace(self, is_idle: bool) -> None:
         """Let captures continue, or pause them except for a few transfers already on the GPU."""
@@ -311,6 +316,7 @@ class SnapshotStore:
         """Close this rank's arenas; their files stay."""
         self.own, self.peers, self.former, self.segments = [], [], [], None
         self.sources.clear()
+        self.listed.forget()
 
     def _create_arena(
         self, number: int, bundle: Bundle, generation: int, member: str, rank: int, *, reserves: bool = True
@@ -324,38 +330,33 @@ class SnapshotStore:
         kept = BundleArena(number, bundle, Arena.create(str(path), meta, units, reserves=reserves, room=room))
         (self.own if bundle.holders[0] == rank else self.peers).append(kept)
 
-    def capture(self, kept: BundleArena, tensors: Sequence[Sequence[Tensor]], version: int) -> Capture | None:
+    def capture(self, kept: BundleArena, tensors: UnitTensors, version: int) -> Capture | None:
         """Begin to capture the tensors of a bundle's units; None if they cannot be read in the background.
 
         That is the case if they are not contiguous, or on a GPU and many of them elsewhere.
         """
-        every = [tensor for each in tensors for tensor in each]
-        if not all(tensor.is_contiguous() for tensor in every):
+        gpu = tensors.gpu
+        if not tensors.is_contiguous:
             return None
-        gpu = next((tensor.device for tensor in every if tensor.is_cuda), None)
         if gpu is None:
-            runs = [[(tensor.data_ptr(), tensor.nbytes) for tensor in each] for each in tensors]
-            capture = self.engine.capture(kept.arena, version, runs, every)
-        elif GpuSource.fits(every, gpu):
-            source = self.sources.of(kept.number, every, gpu)
-            capture = source.copy().capture(self.engine, kept.arena, version, [*map(len, tensors)])
+            capture = self.engine.capture(kept.arena, version, tensors.runs, tensors.every)
+        elif GpuSource.fits(tensors.every, gpu):
+            source = self.sources.of(kept.number, tensors.every, gpu)
+            capture = source.copy().capture(self.engine, kept.arena, version, [*map(len, tensors.by_unit)])
             self.sources.note_capture(kept.number, capture)
         else:
             return None
         kept.index = capture.index
         return capture
 
-    def prepare(self, captured: Sequence[BundleArena]) -> None:
-        """Allocate what captures from a GPU need, which page-locks memory, before the first one is under way."""
-        for kept in captured:
-            if kept.number in self.sources or not any(
-                t.is_cuda for each in self.state.tensors(kept.bundle.units[:1]) for t in each
-            ):
-                continue
-            tensors = [tensor for each in self.state.tensors(kept.bundle.units) for tensor in each]
-            gpu = next(tensor.device for tensor in tensors if tensor.is_cuda)
-            if GpuSource.fits(tensors, gpu) and all(tensor.is_contiguous() for tensor in tensors):
-                self.sources.of(kept.number, tensors, gpu)
+    def prepare(self, captured: Sequence[BundleArena]) -> list[UnitTensors]:
+        """Return the tensors of bundles. Allocate what captures from a GPU need, before the first one is under way."""
+        listed = self.listed.of([kept.bundle.units for kept in captured])
+        for kept, tensors in zip(captured, listed, strict=True):
+            every, gpu, number = tensors.every, tensors.gpu, kept.number
+            if gpu and number not in self.sources and tensors.is_contiguous and GpuSource.fits(every, gpu):
+                self.sources.of(number, every, gpu)
+        return listed
 
     def stored(self) -> Iterator[SnapshotUnit]:
         """Yield every complete version of every unit in this node's memory, including those of dead processes."""
