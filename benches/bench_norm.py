@@ -27,7 +27,7 @@ CLOCKS = {"cpu": time.thread_time, "cuda": time.perf_counter}
 class NoSquares:
     """Replaces `gradients.SquareSum`, without the sum."""
 
-    def __init__(self, *_):
+    def __init__(self, *_, **__):
         self.norms = torch.zeros(0, dtype=torch.float64)
 
     def value(self, _):

@@ -68,8 +68,8 @@ class Buckets:
         self._late = LateWeights(self._background, model) if overlaps_gather else None
         self._buckets: list[Bucket] = []
         self._arrivals = Arrivals([], self._send)
-        self._thawed: set[int] = set()
-        """Ids of parameters that were frozen when the buckets were planned, and have had a gradient since."""
+        self._trained: set[int] = set()
+        """Ids of the parameters in buckets: those that were not frozen at the plan, or have had a gradient since."""
         self._sums: list[BucketSum] = []
         """Sums of this step, of the first buckets."""
         self._tasks: list[Pending] = []
@@ -83,13 +83,21 @@ class Buckets:
     # ---- the plan
 
     def plan(self) -> None:
-        """Plan the buckets for the current members, owners and placement of experts. Nothing may be under way."""
-        self._thawed = set()
+        """Plan the buckets for the current members, owners and placement of experts; collective.
+
+        Nothing may be under way. Parameters that are frozen on all ranks are left out.
+
+        Raises:
+            PeerLost: a member is lost.
+        """
+        parameters = list(self._model.parameters())
+        trained = self._group.all_reduce(torch.tensor([float(each.requires_grad) for each in parameters]))
+        self._trained = {id(each) for each, count in zip(parameters, trained.tolist(), strict=True) if count}
         self._plan()
 
     def _plan(self) -> None:
         self._arrivals.close()
-        self._buckets = self._divide([p for p in self._model.parameters() if p.requires_grad or id(p) in self._thawed])
+        self._buckets = self._divide([each for each in self._model.parameters() if id(each) in self._trained])
         early = self._buckets[:-1] if self._background.is_available else []
         self._arrivals = Arrivals([bucket.parameters for bucket in early], self._send)
 
@@ -192,15 +200,14 @@ class Buckets:
             sums[number] = self._sum_now(self._buckets[number])
             self._run(sums[number].sum_dense)
             self._run(sums[number].sum_experts)
-        planned = {id(each) for bucket in self._buckets for each in bucket.parameters}
-        thawed = [p for p in self._model.parameters() if id(p) in self._present - planned]
+        thawed = [each for each in self._model.parameters() if id(each) in self._present - self._trained]
         for bucket in self._divide(thawed) if thawed else ():
             self._begin_sum(self._sum_now(bucket))
         self._wait()
         for each in sums:
             each.put(self._present, self._group.rank)
         if thawed:
-            self._thawed |= {id(each) for each in thawed}
+            self._trained |= {id(each) for each in thawed}
             self._plan()
 
     @property

@@ -50,7 +50,8 @@ class Shared(nn.Module):
 def computed(model, rank, step, kind):
     """Backpropagate as a script may; yield before each backpropagation."""
     generator = torch.Generator().manual_seed(10 * step + rank)
-    model.rare.requires_grad_(kind != "frozen" or step >= 3)
+    if step >= 3:
+        model.rare.requires_grad_(True)
     for part in range({"twice": 2, "more": 1 + step // 3, "fewer": 3 - step // 2}.get(kind, 1)):
         yield
         is_rare = (step + rank + part) % 4 == 0 or (kind == "removed" and rank == 1)
@@ -97,8 +98,8 @@ def summed(group, folder, kind, is_sharded):
         buckets = Buckets(model, state, membership, torch.device("cpu"))
         for step in range(STEPS):
             model.zero_grad(set_to_none=True)
-            model.rare.requires_grad_(kind != "frozen" or step >= 3)
             if step == 0:
+                model.rare.requires_grad_(kind != "frozen" and (kind != "removed" or group.rank == 1))
                 buckets.plan()
             buckets.begin_step()
             for _ in computed(model, group.rank, step, kind):
