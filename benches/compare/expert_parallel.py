@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from benches.compare.program import MAX_GRAD_NORM
-from evermoe.comm.collectives import reduce_dense
+from evermoe.comm.collectives import sum_flat
 from evermoe.comm.group import Group
 from evermoe.moe.experts import expert_layers
 from evermoe.session.gradients import norms
@@ -129,8 +129,8 @@ class ExpertParallel:
         return float(sums[0])
 
     def _reduce(self) -> None:
-        reduce_dense(list(self._dense.values()), self.world)
-        reduce_dense([layer.weights for layer in self._layers.values()], self._across)
+        _sum(list(self._dense.values()), self.world)
+        _sum([layer.weights for layer in self._layers.values()], self._across)
 
     def _gradients(self) -> list[Tensor]:
         return [p.grad for p in self._model.parameters() if p.grad is not None]
@@ -145,6 +145,16 @@ class ExpertParallel:
     def drop(self, reason: str) -> None:
         """Leave all groups, so that no peer waits for this rank."""
         self.world.drop(reason)
+
+
+def _sum(parameters: list[nn.Parameter], group: Group) -> None:
+    """Sum the gradients of parameters over a group; collective."""
+    gradients = [each.grad for each in parameters if each.grad is not None]
+    if gradients and group.size > 1:
+        flat = torch.cat([each.reshape(-1) for each in gradients])
+        sum_flat(flat, group)
+        parts = flat.split([each.numel() for each in gradients])
+        torch._foreach_copy_(gradients, [part.view_as(each) for part, each in zip(parts, gradients, strict=True)])
 
 
 def clip(gradients: list[Tensor], norm: float, limit: float) -> None:

@@ -9,10 +9,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from evermoe import Expert, Experts, MoE, Router, load_balancing_loss
-from evermoe.comm.collectives import ExpertReducer, reduce_dense
+from evermoe.comm.collectives import ExpertReducer
 from evermoe.errors import UnsupportedState
 from evermoe.moe.layer import moe_layers
-from support.ranks import run_each
+from support.ranks import run_each, sum_gradients
 from test_moe import hold
 
 H, E = 8, 4
@@ -207,7 +207,7 @@ def on_rank(group, use_reentrant, options):
     x = inputs()[group.rank][: 7 + group.rank].requires_grad_()
     out = layer(x) if use_reentrant is None else checkpoint(layer, x, use_reentrant=use_reentrant)
     (out.square().sum() + 3 * layer.balance_loss).backward()
-    reduce_dense([layer.router.weight], group)
+    sum_gradients([layer.router.weight], group)
     ExpertReducer([matrix], [layer.experts.weights.shape[1]], group.rank).reduce([layer.experts.weights.grad], group)
     found = {"x": x.grad, "router": layer.router.weight.grad, "experts": layer.experts.weights.grad}
     return found | {"load": torch.from_numpy(layer.load_E), "out": out.detach()}

@@ -13,10 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from evermoe import MoE, load_balancing_loss
 from evermoe._native import digest
-from evermoe.comm.collectives import ExpertReducer, reduce_dense
+from evermoe.comm.collectives import ExpertReducer
 from evermoe.comm.group import Group
 from evermoe.moe.layer import moe_layers
-from support.ranks import run_each, run_ranks
+from support.ranks import run_each, run_ranks, sum_gradients
 
 H, EXPERTS, BALANCE = 8, 5, 0.1
 PLACEMENTS = {
@@ -106,7 +106,7 @@ def on_rank(group, kind, matrix, tokens, collapsed):
     total = max(1, sum(tokens))
     share = len(x) / total
     ((out * y[mine]).sum() / total + BALANCE * share * layer.balance_loss).backward()
-    reduce_dense([layer.router.weight], group)
+    sum_gradients([layer.router.weight], group)
     ExpertReducer([matrix], [layer.experts.weights.shape[1]], group.rank).reduce([layer.experts.weights.grad], group)
     grads = {"x": x.grad, "router": layer.router.weight.grad, "experts": layer.experts.weights.grad}
     found = {"out": out.detach(), "balance": share * layer.balance_loss.detach(), **grads}
@@ -288,7 +288,7 @@ def train(group, matrix, steps):
         optimizer.zero_grad()
         x = torch.randn(7, H, generator=generator)
         (layer(x) - x.roll(1, 1)).square().mean().backward()
-        reduce_dense([layer.router.weight], group)
+        sum_gradients([layer.router.weight], group)
         reducer.reduce([layer.experts.weights.grad], group)
         optimizer.step()
         if step % 20 == 19:

@@ -7,9 +7,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from evermoe import Expert, Experts, MoE, Router
-from evermoe.comm.collectives import ExpertReducer, reduce_dense
+from evermoe.comm.collectives import ExpertReducer
 from evermoe.moe.layer import update_balance
-from support.ranks import run_each
+from support.ranks import run_each, sum_gradients
 from support.routers import best_ids
 
 H, EXPERTS, BALANCE, VOCABULARY = 8, 8, 0.1, 50
@@ -149,7 +149,7 @@ def on_rank(group, variant, matrix, tokens):
     out_TH = layer(x_TH, numbers_T if router.vocabulary else None)
     share = len(x_TH) / sum(tokens)
     ((out_TH * y_TH).sum() / sum(tokens) + BALANCE * share * layer.balance_loss).backward()
-    reduce_dense(list(router.parameters()), group)
+    sum_gradients(list(router.parameters()), group)
     ExpertReducer([matrix], [experts.weights.shape[1]], group.rank).reduce([experts.weights.grad], group)
     load = torch.from_numpy(layer.load_E).float()
     update_balance(layer)

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from evermoe.comm.group import Group
 from evermoe.planning.footprint import BUCKET_BYTES
@@ -245,27 +245,6 @@ def sum_flat(flat: Tensor, group: Group) -> None:
     for share in group.all_to_all(flat, lengths, [own] * group.size).split(own):
         total += share
     flat.copy_(group.all_to_all(total.to(flat.dtype).repeat(group.size), [own] * group.size, lengths))
-
-
-def reduce_dense(parameters: Sequence[nn.Parameter], group: Group) -> None:
-    """Sum the gradients of replicated parameters over all ranks, in buckets of one dtype. Collective."""
-    if group.size == 1:
-        return
-    buckets: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    for gradient in (p.grad for p in parameters if p.grad is not None):
-        bucket = buckets.setdefault((gradient.dtype, gradient.device), [])
-        bucket.append(gradient)
-        if sum(each.nbytes for each in bucket) >= BUCKET_BYTES:
-            _reduce_bucket(buckets.pop((gradient.dtype, gradient.device)), group)
-    for bucket in buckets.values():
-        _reduce_bucket(bucket, group)
-
-
-def _reduce_bucket(gradients: list[Tensor], group: Group) -> None:
-    flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-    sum_flat(flat, group)
-    for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
-        gradient.copy_(part.view_as(gradient))
 
 
 # ---- tensors with one owner each

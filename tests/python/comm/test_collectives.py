@@ -9,11 +9,9 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
-from evermoe.comm import collectives as collectives_module
 from evermoe.comm import group as group_module
-from evermoe.comm.collectives import ExpertReducer, Slice, reduce_dense, sum_flat
+from evermoe.comm.collectives import ExpertReducer, Slice, sum_flat
 from evermoe.comm.gather import share_json
 from evermoe.comm.group import Group
 from evermoe.errors import PeerLost
@@ -222,26 +220,6 @@ def test_a_round_takes_at_most_a_bucket_from_each_rank(seed, elements):
 # ---- other gradients
 
 
-def reduce_parameters(group):
-    shapes = [(3, 2), (5,), (2, 2), (1,), (4,)]
-    dtypes = [torch.float32, torch.float32, torch.bfloat16, torch.float32, torch.float32]
-    parameters = [nn.Parameter(torch.zeros(s, dtype=d)) for s, d in zip(shapes, dtypes, strict=True)]
-    for number, parameter in enumerate(parameters[:4]):
-        parameter.grad = torch.full_like(parameter, float(1 + number + 10 * group.rank))  # all lack the last
-    reduce_dense(parameters, group)
-    return [parameter.grad for parameter in parameters]
-
-
-def test_dense_gradients(tmp_path, monkeypatch):
-    for bucket_bytes in (1, 30, 1 << 20):
-        monkeypatch.setattr(collectives_module, "BUCKET_BYTES", bucket_bytes)
-        for found in run_threads(tmp_path, 3, reduce_parameters):
-            assert found[4] is None
-            for number, gradient in enumerate(found[:4]):
-                expected = sum(1 + number + 10 * rank for rank in range(3))
-                assert (gradient == expected).all(), number
-
-
 def sum_halves(group, dtype):
     """Values of which a sum in 16 bits would lose the small ones, at any place of an uneven length."""
     flat = torch.full((7,), 1.0 if group.rank else torch.tensor(2.0) / torch.finfo(dtype).eps, dtype=dtype)
@@ -266,9 +244,3 @@ def count_expert_bytes(group, dtype):
 def test_halves_of_experts_travel_with_16_bits(tmp_path):
     wide, half = (sum(run_threads(tmp_path, 2, count_expert_bytes, t)) for t in (torch.float32, torch.bfloat16))
     assert wide == 2 * half > 0
-
-
-def test_a_single_rank_keeps_its_dense_gradients():
-    parameter = nn.Parameter(torch.zeros(2))
-    reduce_dense([parameter], Group())
-    assert parameter.grad is None

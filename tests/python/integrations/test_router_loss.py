@@ -11,10 +11,10 @@ from test_transformers_experts import classes
 from torch import nn
 
 import evermoe
-from evermoe.comm.collectives import ExpertReducer, reduce_dense
+from evermoe.comm.collectives import ExpertReducer
 from evermoe.moe.experts import expert_layers
 from support.hub import BALANCED, VOCABULARY, Loss, build
-from support.ranks import run_ranks
+from support.ranks import run_ranks, sum_gradients
 from support.worker import SAMPLES, Fault, dataset, make_optimizer
 
 transformers = pytest.importorskip("transformers")
@@ -78,7 +78,7 @@ def elastic_rank(group, name):
     reducer = ExpertReducer([matrix] * len(layers), [layer.weights.shape[1] for layer in layers], group.rank)
 
     def reduce():
-        reduce_dense(dense, group)
+        sum_gradients(dense, group)
         for layer in layers:  # the last one's experts are no part of the balancing loss alone
             layer.weights.grad = torch.zeros_like(layer.weights) if layer.weights.grad is None else layer.weights.grad
         reducer.reduce([layer.weights.grad for layer in layers], group)

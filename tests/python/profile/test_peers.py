@@ -12,14 +12,13 @@ import torch.distributed as dist
 from torch import nn
 
 import evermoe
-from evermoe.comm.collectives import reduce_dense
 from evermoe.comm.group import Group
 from evermoe.profile import Profiler
 from evermoe.profile.clocks import Clock
 from evermoe.profile.peers import clock_offset, connect, offset_of
 from support.commands import evermoe as command
 from support.harness import wait_until
-from support.ranks import run_ranks
+from support.ranks import run_ranks, sum_gradients
 
 CPU = torch.device("cpu")
 
@@ -125,7 +124,7 @@ def moe_loop(group, folder):
             loss = layer(x).square().mean()
             optimizer.zero_grad()
             loss.backward()
-            reduce_dense([layer.router.weight], group)
+            sum_gradients([layer.router.weight], group)
             found += [loss.detach(), layer.experts.weights.grad.clone(), layer.router.weight.grad.clone()]
             optimizer.step()
         return found

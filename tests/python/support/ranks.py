@@ -27,6 +27,12 @@ PATIENCE = 100.0
 """Seconds for all ranks: on a busy machine the first graph of several ranks takes more than half of it."""
 
 
+def sum_gradients(parameters: Sequence[torch.nn.Parameter], group: Group) -> None:
+    """Sum the gradients of parameters that all ranks have; collective."""
+    for gradient in (each.grad for each in parameters if each.grad is not None):
+        group.all_reduce(gradient)
+
+
 def run_ranks(folder: Path, size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
     """`function(group, *arguments)` on each rank; what they return (tensors and containers of them), by rank."""
     place = folder / uuid.uuid4().hex
