@@ -183,7 +183,9 @@ class Experts(PartialExperts):
         if in_graph:
             return self._forward_in_graph(sent_TH, ids_TK, weights_TK, counts_E).to(x_TH.dtype)
         exchange = self._plan(ids_TK, counts_E, sent_TH)
-        self.share_E, self.top_k = exchange.share_E, ids_TK.shape[1]
+        self.share_E = exchange.share_E
+        if self.top_k != ids_TK.shape[1]:
+            self.top_k = ids_TK.shape[1]
         row_ids, positions_TK = ops.dispatch_plan(ids_TK, exchange.send_ER)
         if exchange.starts_R is not None:
             row_ids, positions_TK = exchange.pad(positions_TK)

@@ -200,7 +200,8 @@ class Buckets:
             sums[number] = self._sum_now(self._buckets[number])
             self._run(sums[number].sum_dense)
             self._run(sums[number].sum_experts)
-        thawed = [each for each in self._model.parameters() if id(each) in self._present - self._trained]
+        new = self._present - self._trained
+        thawed = [each for each in self._model.parameters() if id(each) in new] if new else []
         for bucket in self._divide(thawed) if thawed else ():
             self._begin_sum(self._sum_now(bucket))
         self._wait()

@@ -71,7 +71,7 @@ class SessionDriver(RecoveryDriver):
         if self.is_stale(step):
             self._group.drop(STALE)
         step_notices.send(self._membership, step.number)
-        self._script.zero_gradients()
+        self._script.zero_gradients(self._state)
         self._state.expert_load.forget_step()
         self.guard.begin_step()
         self._calls.begin(step.number, self._membership.generation)

@@ -217,7 +217,7 @@ class RecoveryDriver(TrainingDriver):
         arrive.
         """
         if self._trains:
-            self._script.zero_gradients()
+            self._script.zero_gradients(self._state)
         return_freed_memory_beside()
 
     def pause(self) -> None:

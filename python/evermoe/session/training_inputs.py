@@ -21,6 +21,7 @@ from evermoe.moe.layer import layer_settings
 from evermoe.session.loss_scale import LossScale
 from evermoe.state import loop_state
 from evermoe.state.lr_schedule import class_name
+from evermoe.state.training_state import TrainingState
 
 WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DataParallel", "AveragedModel")
 """Classes of modules that keep, reduce or divide parameters themselves."""
@@ -67,10 +68,16 @@ class TrainingInputs(NamedTuple):
         if trains:
             loop_state.LoopState().store(loop_state.collect(self.loop))
 
-    def zero_gradients(self) -> None:
-        """Free the gradients of all parameters, those that the optimizer does not step included."""
+    def zero_gradients(self, state: TrainingState) -> None:
+        """Free the gradients of all parameters of a state, those that the optimizer does not step included.
+
+        `model.zero_grad` would visit all modules: 1.5 ms with 600 of them.
+        """
         self.optimizer.zero_grad(set_to_none=True)
-        self.model.zero_grad(set_to_none=True)
+        for parameter in state.dense:
+            parameter.grad = None
+        for layer in state.layers.values():
+            layer.weights.grad = None
 
     def claim(self, session: Any) -> None:
         """Make `session` the one that trains the model, until it has left its job or is gone.
