@@ -8,6 +8,9 @@ On the CPU, which other programs may use, a value is the lowest tenth; with one 
 CUDA it is the median. "of limit" is the steps per second relative to the loop. "GB/s" counts each array that is read or
 written once. A batch of 8 steps reads and writes p, m and v once, so that its steps can be faster than the limit of a
 single one. "8 of zeros" is close to the time of the arithmetic alone, which is mostly two divisions and a root.
+
+"one pass" clips a bfloat16 gradient, steps the float32 master and writes the bfloat16 weights; "separate passes" does
+the same with `mul_`, the step and `copy_`. "÷ separate" is the quotient of the times.
 """
 
 import time
@@ -19,6 +22,7 @@ from common import Table, medians, parse, parser, take_turns, where
 from evermoe.ops.optim import adamw_, adamw_step, sgd_, sgd_step
 
 BATCH = 8
+SEPARATE, ONE_PASS = "separate passes", "one pass"
 
 
 def state_of(elements, device):
@@ -68,6 +72,13 @@ def benches(elements, device):
     def ours(gradients):
         return lambda: adamw_(*state, gradients, steps[: len(gradients)])
 
+    weights, gradient, clipped = torch.empty_like(narrow), narrow.clone(), adamw_step(t=1, lr=1e-3, clip=0.999)[None]
+
+    def separate_passes():
+        gradient.mul_(0.999)
+        adamw_(*state, [gradient], steps[:1])
+        weights.copy_(state[0])
+
     zeros = torch.zeros_like(wide)
     p, buffer, _ = state_of(elements, device)
     sgd_row = sgd_step(is_first=False, lr=1e-3, momentum=0.9, weight_decay=1e-4)[None]
@@ -82,6 +93,8 @@ def benches(elements, device):
         "evermoe, batch of 8": (ours([wide.clone() for _ in range(BATCH)]), BATCH, (24 + 4 * BATCH) * elements),
         "evermoe, 8 in bf16": (ours([narrow.clone() for _ in range(BATCH)]), BATCH, (24 + 2 * BATCH) * elements),
         "evermoe, 8 of zeros": (ours([None] * BATCH), BATCH, 24 * elements),
+        SEPARATE: (separate_passes, 1, (24 + 2 + 4 + 4 + 2) * elements),
+        ONE_PASS: (lambda: adamw_(*state, [narrow], clipped, weights), 1, (24 + 2 + 2) * elements),
         "SGD limit": (lambda: sgd_limit_loop(*loop_state[:2], zeros), 1, 20 * elements),
         "evermoe SGD": (lambda: sgd_(p, buffer, [wide], sgd_row), 1, 20 * elements),
         "torch SGD fused": (torch_step(elements, device, fused=True, **sgd), 1, 20 * elements),
@@ -95,7 +108,7 @@ def main():
     arguments = parse(made)
     columns = {"candidate": "24s", "threads": "d", "us": "10.0f", "GB/s": "8.1f", "of limit": ".2f"}
     title = f"optim: torch {torch.__version__}, {where(arguments.device)}, {arguments.elements} elements"
-    table = Table(title, columns | {"Mparam-steps/s": ".0f"})
+    table = Table(title, columns | {"Mparam-steps/s": ".0f", "÷ separate": ".2f"})
     for threads in arguments.threads:
         torch.set_num_threads(threads)
         torch._dynamo.reset()
@@ -107,6 +120,8 @@ def main():
             limit = times["SGD limit" if "SGD" in name else "limit"]
             figures = {"us": times[name], "GB/s": nbytes / times[name] / 1e3, "of limit": steps * limit / times[name]}
             rate = {"Mparam-steps/s": steps * arguments.elements / times[name]}
+            if name == ONE_PASS:
+                rate["÷ separate"] = times[ONE_PASS] / times[SEPARATE]
             table.add(candidate=name, threads=threads, **figures, **rate)
     table.write(arguments)
 

@@ -36,7 +36,8 @@ constexpr int kMaxSteps = 8;       // rows of numbers of one launch
 constexpr int kMaxTensors = 64;    // of one launch, a power of two; tables above 4 KiB need newer drivers
 constexpr size_t kTorchLanes = 8;  // elements that torch's CPU loops take at once
 
-enum GradientKind : uint64_t { kZero, kFloat32, kBfloat16 };
+enum GradientKind : uint8_t { kZero, kFloat32, kBfloat16 };
+enum SteppedFlags : uint8_t { kInPacks = 1, kToFloat16 = 2 };
 enum Arithmetic : uint32_t { kEvermoe, kTorchCpuFused, kTorchCudaFused, kTorchCudaForeach };
 
 // The numbers of one step, computed by the trainer.
@@ -50,23 +51,21 @@ struct SgdStep {
   float loss_scale, factor, decay, momentum, one_minus_dampening, lr, is_first, nesterov, unused;
   Arithmetic arithmetic;
 };
-struct StepGradient {
-  const void* at;  // [num_elements] float or Bf16  device; unused where all are zero
-  GradientKind kind;
-};
 // A tensor with its state, and its steps: rows first_step..first_step + num_steps of the numbers, with one gradient
 // each.
 struct Stepped {
   float* arrays[3]; // [num_elements]  device, in place; null for a missing one
+  void* rounded;    // [num_elements] Bf16 or Fp16  device, written: arrays[0] rounded; null for none
   size_t num_elements;
   uint32_t end_block; // the tensor's blocks end before it; they start at the end of the previous tensor's
   uint8_t first_step, num_steps, first_gradient;
-  uint8_t is_aligned;    // whether all of its arrays and gradients can be read in packs
+  uint8_t flags;    // kInPacks: all of its memory can be read in packs; kToFloat16: the type of rounded
 };
 template <typename Step> struct Batch {
   Step steps[kMaxSteps];
   Stepped tensors[kMaxTensors]; // end_block of missing ones is the largest number
-  StepGradient gradients[kMaxTensors];
+  const void* gradients[kMaxTensors]; // [num_elements] float or Bf16 each  device; unused where all are zero
+  GradientKind kinds[kMaxTensors];    // of the gradients
 };
 
 // ---- copy.cu --------------------------------------------------------------------------------------

@@ -2,7 +2,8 @@
 //
 // The arithmetic is that of src/cpu/adamw.rs and src/cpu/sgd.rs, bit for bit: each operation is one correctly rounded
 // intrinsic, which nvcc neither fuses nor approximates (-use_fast_math would flush subnormals and must not be used).
-// Several steps take one pass over the memory, and several tensors one launch. Caller owns all memory.
+// Several steps take one pass over the memory, and several tensors one launch. The same pass multiplies gradients by
+// the clip factor, and writes weights of 16 bits whose master p is. Caller owns all memory.
 //
 // Example: AdamW, p 4, m and v 0, gradient 2, numbers decay 0.75, one_minus_beta1 0.5, one_minus_beta2 0.25, beta2 0.75,
 // step_size 1, bias_correction2_sqrt 0.5, eps 0: m = fma(0.5, 2 - 0, 0) = 1, v = fma(0.25 * 2, 2, 0 * 0.75) = 1,
@@ -13,8 +14,8 @@
 
 template <typename Step>
 __device__ inline float scaled(const Step& step, float g) {
-  const bool plain = step.loss_scale == 1.0f && step.factor == 1.0f;
-  return plain ? g : __fmul_rn(__fdiv_rn(g, step.loss_scale), step.factor);
+  if (step.loss_scale != 1.0f) g = __fdiv_rn(g, step.loss_scale);  // a division takes time
+  return __fmul_rn(g, step.factor);
 }
 
 // One element. `in_tail`: among the last ones, which torch's CPU loops treat differently.
@@ -68,6 +69,13 @@ __device__ inline void load_gradient(const void* gradient, size_t first, float* 
   for (int i = 0; i < kCount; ++i) g[i] = to_float(here.at[i]);
 }
 
+template <typename Row, int kCount, int kArrays>
+__device__ inline void store_rounded(void* rounded, size_t first, const float (&state)[kCount][kArrays]) {
+  Pack<Row, kCount> here;
+  for (int i = 0; i < kCount; ++i) here.at[i] = from_float<Row>(state[i][0]);
+  *reinterpret_cast<Pack<Row, kCount>*>(static_cast<Row*>(rounded) + first) = here;
+}
+
 // All steps of the elements first..first + kCount.
 template <int kCount, int kArrays, typename Step>
 __device__ inline void take_steps(const Batch<Step>& batch, const Stepped& tensor, float* const (&arrays)[kArrays],
@@ -80,10 +88,11 @@ __device__ inline void take_steps(const Batch<Step>& batch, const Stepped& tenso
   }
   for (unsigned s = 0; s < tensor.num_steps; ++s) {
     const Step& step = batch.steps[tensor.first_step + s];
-    const StepGradient& gradient = batch.gradients[tensor.first_gradient + s];
+    const void* gradient = batch.gradients[tensor.first_gradient + s];
+    const GradientKind kind = batch.kinds[tensor.first_gradient + s];
     float g[kCount] = {};
-    if (gradient.kind == kFloat32) load_gradient<float, kCount>(gradient.at, first, g);
-    if (gradient.kind == kBfloat16) load_gradient<Bf16, kCount>(gradient.at, first, g);
+    if (kind == kFloat32) load_gradient<float, kCount>(gradient, first, g);
+    if (kind == kBfloat16) load_gradient<Bf16, kCount>(gradient, first, g);
     for (int i = 0; i < kCount; ++i) take_step(step, g[i], in_tail, state[i]);
   }
   for (int a = 0; a < kArrays; ++a) {
@@ -91,6 +100,9 @@ __device__ inline void take_steps(const Batch<Step>& batch, const Stepped& tenso
     for (int i = 0; i < kCount; ++i) here.at[i] = state[i][a];
     *reinterpret_cast<Floats*>(arrays[a] + first) = here;
   }
+  if (!tensor.rounded) return;
+  if (tensor.flags & kToFloat16) store_rounded<Fp16>(tensor.rounded, first, state);
+  else store_rounded<Bf16>(tensor.rounded, first, state);
 }
 
 // A thread's elements of a tensor. A pack lies either in torch's tail or before it, as a tail begins at a multiple of
@@ -120,7 +132,7 @@ template <int kArrays, typename Step>
 __device__ inline void take_block(const Batch<Step>& batch, const Stepped& tensor, size_t first_block) {
   const size_t thread = (blockIdx.x - first_block) * blockDim.x + threadIdx.x;
   const size_t threads = (tensor.end_block - first_block) * blockDim.x;
-  if (tensor.is_aligned) take_all<4, kArrays>(batch, tensor, thread, threads);
+  if (tensor.flags & kInPacks) take_all<4, kArrays>(batch, tensor, thread, threads);
   else take_all<1, kArrays>(batch, tensor, thread, threads);
 }
 

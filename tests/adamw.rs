@@ -110,7 +110,7 @@ proptest! {
         let mut expected: Vec<_> = (0..len).map(|i| [p[i], m[i], v[i]]).collect();
         let mut one_by_one = (p.clone(), m.clone(), v.clone());
         for (step, gradient) in &steps {
-            adamw(&mut one_by_one.0, &mut one_by_one.1, &mut one_by_one.2, &[(*step, *gradient)], &Serial);
+            adamw(&mut one_by_one.0, &mut one_by_one.1, &mut one_by_one.2, None, &[(*step, *gradient)], &Serial);
             for (i, state) in expected.iter_mut().enumerate() {
                 let g = match gradient {
                     Gradient::Zero => 0.0,
@@ -120,7 +120,7 @@ proptest! {
                 *state = recipe(step, g, i >= len - len % 8, *state);
             }
         }
-        adamw(&mut p, &mut m, &mut v, &steps, &OneByOne);
+        adamw(&mut p, &mut m, &mut v, None, &steps, &OneByOne);
         for (i, expected) in expected.iter().enumerate() {
             let expected = expected.map(bits);
             prop_assert_eq!([p[i], m[i], v[i]].map(bits), expected, "element {} of {}", i, len);
@@ -143,7 +143,7 @@ fn decay_by_nothing_is_a_decay() {
             AdamWStep::with_arithmetic(Arithmetic::TorchCudaFused, &options, 1, Some([0.5, 0.5]), 1.0, 1.0)
                 .unwrap();
         let mut p = [-0.0];
-        adamw(&mut p, &mut [1.0], &mut [0.0], &[(step, Gradient::F32(&[1.0]))], &Serial);
+        adamw(&mut p, &mut [1.0], &mut [0.0], None, &[(step, Gradient::F32(&[1.0]))], &Serial);
         p[0].to_bits()
     };
     assert_eq!([zero_after(0.1), zero_after(0.0)], [0.0_f32.to_bits(), (-0.0_f32).to_bits()]);
@@ -152,7 +152,7 @@ fn decay_by_nothing_is_a_decay() {
 #[test]
 fn no_step_changes_nothing() {
     let (mut p, mut m, mut v) = ([1.0], [2.0], [3.0]);
-    adamw(&mut p, &mut m, &mut v, &[], &Serial);
+    adamw(&mut p, &mut m, &mut v, None, &[], &Serial);
     assert_eq!((p, m, v), ([1.0], [2.0], [3.0]));
 }
 

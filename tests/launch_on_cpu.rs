@@ -4,9 +4,11 @@
 #![cfg(all(feature = "cuda", target_arch = "x86_64", target_os = "linux"))]
 
 use driver::{Driver, finish};
-use evermoe::cpu::{self, AdamWOptions, AdamWStep, Arithmetic, Gradient, Serial, SgdOptions, SgdStep};
-use evermoe::cuda::{self, FloatType, GradientAt, Launcher};
-use half::bf16;
+use evermoe::cpu::{
+    self, AdamWOptions, AdamWStep, Arithmetic, Gradient, Rounded, Serial, SgdOptions, SgdStep,
+};
+use evermoe::cuda::{self, FloatType, GradientAt, Launcher, RoundedAt};
+use half::{bf16, f16};
 
 #[path = "emulator/driver.rs"]
 #[allow(dead_code, reason = "each test uses its part")]
@@ -17,6 +19,14 @@ const TOP_K: usize = 2;
 const EXPERTS: usize = 5;
 const RANKS: usize = 3;
 const SLOTS: usize = TOKENS * TOP_K;
+const PLAIN: SgdOptions = SgdOptions {
+    lr: 0.5,
+    momentum: 0.0,
+    dampening: 0.0,
+    weight_decay: 0.0,
+    nesterov: false,
+    maximize: false,
+};
 
 fn at<T>(values: &[T]) -> u64 {
     values.as_ptr() as u64
@@ -373,12 +383,15 @@ fn adamw(launcher: &Launcher, len: usize, offset: usize) {
         host_steps.push((step, on_host));
     }
     let [p, m, v] = &mut expected;
-    cpu::adamw(&mut p[offset..], &mut m[offset..], &mut v[offset..], &host_steps, &Serial);
+    let [mut narrowed, mut expected_narrow] = [0; 2].map(|_| vec![bf16::ZERO; len + offset]);
+    let rounded = Some(Rounded::Bf16(&mut expected_narrow[offset..]));
+    cpu::adamw(&mut p[offset..], &mut m[offset..], &mut v[offset..], rounded, &host_steps, &Serial);
     let [p, m, v] = state.each_mut().map(|values| at_mut(&mut values[offset..]));
+    let (rounded, steps) = (Some(RoundedAt::Bf16(at_mut(&mut narrowed[offset..]))), &device_steps);
     // SAFETY: arrays of the stated lengths, which live until the stream is finished.
-    unsafe { launcher.adamw(&[cuda::AdamW { p, m, v, num_elements: len, steps: &device_steps }]) }.unwrap();
+    unsafe { launcher.adamw(&[cuda::AdamW { p, m, v, rounded, num_elements: len, steps }]) }.unwrap();
     finish();
-    assert_eq!(state, expected, "{len} elements at {offset}");
+    assert_eq!((state, narrowed), (expected, expected_narrow), "{len} elements at {offset}");
 }
 
 /// As [`adamw`]; with a buffer, and with none for steps without momentum.
@@ -389,8 +402,7 @@ fn sgd(launcher: &Launcher, len: usize, offset: usize) {
     let narrow: Vec<bf16> = draw(2).into_iter().map(bf16::from_f32).collect();
     for momentum in [0.0, 0.9] {
         let nesterov = momentum > 0.0;
-        let options =
-            SgdOptions { lr: 0.1, momentum, dampening: 0.0, weight_decay: 0.1, nesterov, maximize: true };
+        let options = SgdOptions { lr: 0.1, momentum, weight_decay: 0.1, nesterov, maximize: true, ..PLAIN };
         let (mut device_steps, mut host_steps) = (Vec::new(), Vec::new());
         for t in 0..STEPS {
             let step = SgdStep::new(SgdStep::ARITHMETICS[t % 2], &options, t == 0, 3.0, 0.5).unwrap();
@@ -399,16 +411,23 @@ fn sgd(launcher: &Launcher, len: usize, offset: usize) {
             host_steps.push((step, on_host));
         }
         let (mut state, mut expected) = ([draw(3), draw(4)], [draw(3), draw(4)]);
+        let [mut narrowed, mut expected_narrow] = [0; 2].map(|_| vec![f16::ZERO; len + offset]);
         let [p, buffer] = &mut expected;
         let buffer = (momentum > 0.0).then_some(&mut buffer[offset..]);
-        cpu::sgd(&mut p[offset..], buffer, &host_steps, &Serial).unwrap();
+        let rounded = Some(Rounded::F16(&mut expected_narrow[offset..]));
+        cpu::sgd(&mut p[offset..], buffer, rounded, &host_steps, &Serial).unwrap();
         let [p, buffer] = state.each_mut().map(|values| at_mut(&mut values[offset..]));
         let buffer = (momentum > 0.0).then_some(buffer);
-        let mut arguments = cuda::Sgd { p, buffer, num_elements: len, steps: &device_steps };
+        let rounded = Some(RoundedAt::F16(at_mut(&mut narrowed[offset..])));
+        let mut arguments = cuda::Sgd { p, buffer, rounded, num_elements: len, steps: &device_steps };
         // SAFETY: arrays of the stated lengths, which live until the stream is finished.
         unsafe { launcher.sgd(&[arguments]) }.unwrap();
         finish();
-        assert_eq!(state, expected, "{len} elements at {offset}, momentum {momentum}");
+        assert_eq!(
+            (&state, &narrowed),
+            (&expected, &expected_narrow),
+            "{len} at {offset}, momentum {momentum}"
+        );
         arguments.buffer = None;
         // SAFETY: as above; refused before it launches where a buffer is missing.
         let without = unsafe { launcher.sgd(&[arguments]) };
@@ -423,14 +442,7 @@ fn groups(driver: &Driver, count: usize, rows: usize, launches: usize) {
     let launcher = driver.launcher();
     let options = AdamWOptions { lr: 0.1, betas: [0.9, 0.99], eps: 1e-6, weight_decay: 0.1, maximize: false };
     let step = |i: usize| AdamWStep::new(&options, (i % rows) as i64 + 1, 3.0, 0.5).unwrap();
-    let sgd = SgdOptions {
-        lr: 0.1,
-        momentum: 0.9,
-        dampening: 0.0,
-        weight_decay: 0.1,
-        nesterov: true,
-        maximize: false,
-    };
+    let sgd = SgdOptions { lr: 0.1, momentum: 0.9, weight_decay: 0.1, nesterov: true, ..PLAIN };
     let sgd = |i: usize| SgdStep::new(Arithmetic::Evermoe, &sgd, i.is_multiple_of(rows), 3.0, 0.5).unwrap();
     let len = |i: usize| [1, 7, 8, 2051, 20_011, 13][i % 6];
     let arrays = |i: usize| [draw(len(i) + 1, i), draw(len(i) + 1, i + 1), vec![0.0; len(i) + 1]];
@@ -443,16 +455,22 @@ fn groups(driver: &Driver, count: usize, rows: usize, launches: usize) {
     for (i, [p, m, v]) in expected.iter_mut().enumerate() {
         let part = i % 2..i % 2 + len(i);
         let steps = [(step(i), pair(i).1)];
-        cpu::adamw(&mut p[part.clone()], &mut m[part.clone()], &mut v[part.clone()], &steps, &Serial);
-        cpu::sgd(&mut p[part.clone()], Some(&mut m[part]), &[(sgd(i), pair(i).1)], &Serial).unwrap();
+        cpu::adamw(&mut p[part.clone()], &mut m[part.clone()], &mut v[part.clone()], None, &steps, &Serial);
+        cpu::sgd(&mut p[part.clone()], Some(&mut m[part]), None, &[(sgd(i), pair(i).1)], &Serial).unwrap();
     }
     let steps: Vec<_> = (0..count).map(|i| [(step(i), pair(i).0)]).collect();
     let sgd_steps: Vec<_> = (0..count).map(|i| [(sgd(i), pair(i).0)]).collect();
     let (mut tensors, mut sgd_tensors) = (Vec::new(), Vec::new());
     for (i, arrays) in state.iter_mut().enumerate() {
         let [p, m, v] = arrays.each_mut().map(|values| at_mut(&mut values[i % 2..]));
-        tensors.push(cuda::AdamW { p, m, v, num_elements: len(i), steps: &steps[i] });
-        sgd_tensors.push(cuda::Sgd { p, buffer: Some(m), num_elements: len(i), steps: &sgd_steps[i] });
+        tensors.push(cuda::AdamW { p, m, v, rounded: None, num_elements: len(i), steps: &steps[i] });
+        sgd_tensors.push(cuda::Sgd {
+            p,
+            buffer: Some(m),
+            rounded: None,
+            num_elements: len(i),
+            steps: &sgd_steps[i],
+        });
         tensors.push(cuda::AdamW { num_elements: 0, ..tensors[2 * i] });
     }
     let before = driver.launches();
@@ -467,20 +485,12 @@ fn groups(driver: &Driver, count: usize, rows: usize, launches: usize) {
 
 /// The tensors are stepped one after the other; the gradient is the first one's result.
 fn shared_memory(driver: &Driver) {
-    let options = SgdOptions {
-        lr: 0.5,
-        momentum: 0.0,
-        dampening: 0.0,
-        weight_decay: 0.0,
-        nesterov: false,
-        maximize: false,
-    };
-    let step = SgdStep::new(Arithmetic::Evermoe, &options, false, 1.0, 1.0).unwrap();
+    let step = SgdStep::new(Arithmetic::Evermoe, &PLAIN, false, 1.0, 1.0).unwrap();
     let (mut memory, ones) = (vec![3.0_f32; 4000], vec![2.0_f32; 3000]);
     let p = at_mut(&mut memory);
     let steps = [[(step, GradientAt::F32(at(&ones)))], [(step, GradientAt::F32(p))]];
     let tensors = [(p, 3000, &steps[0]), (p + 4 * 3000, 1000, &steps[1])]
-        .map(|(p, num_elements, steps)| cuda::Sgd { p, buffer: None, num_elements, steps });
+        .map(|(p, num_elements, steps)| cuda::Sgd { p, buffer: None, rounded: None, num_elements, steps });
     let before = driver.launches();
     // SAFETY: arrays of the stated lengths, which live until the stream is finished.
     unsafe { driver.launcher().sgd(&tensors) }.unwrap();

@@ -365,7 +365,7 @@ fn sign_of_zero_is_dropped_only_where_it_makes_no_difference() {
                 let [p, m, v] = &mut state;
                 let gradient = vec![zero; p.len()];
                 let steps = [(step, Gradient::F32(&gradient[..])), (step, Gradient::F32(&gradient[..]))];
-                adamw(p, m, v, &steps, &Serial);
+                adamw(p, m, v, None, &steps, &Serial);
                 state.map(|values| bits(&values))
             };
             let same = run(0.0) == run(-0.0);

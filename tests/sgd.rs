@@ -73,13 +73,13 @@ proptest! {
         let mut expected: Vec<_> = (0..len).map(|i| [p[i], buffer[i]]).collect();
         let (mut one_by_one, mut alone) = ((p.clone(), buffer.clone()), p.clone());
         for (step, gradient) in &steps {
-            sgd(&mut one_by_one.0, Some(&mut one_by_one.1), &[(*step, *gradient)], &Serial).unwrap();
+            sgd(&mut one_by_one.0, Some(&mut one_by_one.1), None, &[(*step, *gradient)], &Serial).unwrap();
             for (i, state) in expected.iter_mut().enumerate() {
                 let g = if let Gradient::F32(values) = gradient { values[i] } else { 0.0 };
                 *state = recipe(step, g, i >= len - len % 8, *state);
             }
         }
-        sgd(&mut p, Some(&mut buffer), &steps, &Serial).unwrap();
+        sgd(&mut p, Some(&mut buffer), None, &steps, &Serial).unwrap();
         for (i, expected) in expected.iter().enumerate() {
             let expected = expected.map(bits);
             prop_assert_eq!([p[i], buffer[i]].map(bits), expected, "element {} of {}", i, len);
@@ -87,10 +87,10 @@ proptest! {
         }
         let untouched = alone.clone();
         if steps.iter().all(|(step, _)| step.momentum == 0.0) {
-            sgd(&mut alone, None, &steps, &Serial).unwrap();
+            sgd(&mut alone, None, None, &steps, &Serial).unwrap();
             prop_assert!(alone.iter().zip(&p).all(|(one, two)| bits(*one) == bits(*two)));
         } else {
-            let refusal = sgd(&mut alone, None, &steps, &Serial).unwrap_err().to_string();
+            let refusal = sgd(&mut alone, None, None, &steps, &Serial).unwrap_err().to_string();
             prop_assert!(refusal.starts_with("buffer: expected one for a step with momentum"));
             prop_assert!(alone.iter().zip(&untouched).all(|(one, two)| one.to_bits() == two.to_bits()));
         }

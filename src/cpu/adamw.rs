@@ -30,7 +30,9 @@
 //! Torch's other CPU variants take √ from a library that does not round it correctly, so they cannot be repeated.
 
 use super::parallel::Parallel;
-use super::steps::{Arithmetic, Gradient, Numbers, Scaling, Step, apply_steps, check_option, for_each};
+use super::steps::{
+    Arithmetic, Gradient, Numbers, Rounded, Scaling, Step, apply_steps, check_option, for_each,
+};
 use crate::ensure;
 use crate::error::{Error, Result};
 
@@ -241,7 +243,8 @@ impl AdamWStep {
 
 /// Applies the steps in order, in one pass over the memory; the bits equal those of one call per step.
 ///
-/// `p` are the parameters, `m` and `v` the first and second moment. Steps that the trainer skipped, because a gradient
+/// `p` are the parameters, `m` and `v` the first and second moment. If `p` is the master of weights of 16 bits, the same
+/// pass writes them, `rounded`. Steps that the trainer skipped, because a gradient
 /// was infinite, must be left out. Under [`Arithmetic::TorchCpuFused`] the arrays must be an entire parameter, because
 /// its last elements are updated differently.
 ///
@@ -250,7 +253,7 @@ impl AdamWStep {
 /// let options = AdamWOptions { lr: 0.5, betas: [0.5, 0.75], eps: 0.0, weight_decay: 0.5, maximize: false };
 /// let step = AdamWStep::new(&options, 1, 1.0, 1.0)?;
 /// let (mut p, mut m, mut v) = ([4.0], [0.0], [0.0]);
-/// adamw(&mut p, &mut m, &mut v, &[(step, Gradient::F32(&[2.0]))], &Serial);
+/// adamw(&mut p, &mut m, &mut v, None, &[(step, Gradient::F32(&[2.0]))], &Serial);
 /// assert_eq!((p, m, v), ([4.0 * 0.75 - 1.0 * 1.0 / (1.0 / 0.5)], [1.0], [1.0]));
 /// # Ok::<(), evermoe::Error>(())
 /// ```
@@ -261,10 +264,11 @@ pub fn adamw(
     p: &mut [f32],
     m: &mut [f32],
     v: &mut [f32],
+    rounded: Option<Rounded<'_>>,
     steps: &[(AdamWStep, Gradient<'_>)],
     pool: &impl Parallel,
 ) {
-    apply_steps([p, m, v], steps, pool);
+    apply_steps([p, m, v], rounded, steps, pool);
 }
 
 impl Numbers for AdamWStep {
@@ -354,7 +358,7 @@ mod tests {
         let (mut p, mut m) = (any_bits(1), any_bits(2));
         let mut v: Vec<f32> = any_bits(3).iter().map(|value| value.abs()).collect();
         // SAFETY: this variant is supported by this processor.
-        unsafe { update([&mut p, &mut m, &mut v], 0..LEN, LEN - LEN % 8, &steps) };
+        unsafe { update([&mut p, &mut m, &mut v], None, 0..LEN, LEN - LEN % 8, &steps) };
         [bits(&p), bits(&m), bits(&v)]
     }
 

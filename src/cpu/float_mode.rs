@@ -57,7 +57,7 @@ mod tests {
         let step = AdamWStep::new(&options, 1, 1.0, 1.0).unwrap();
         let (mut p, mut m, mut v) = ([subnormal], [subnormal], [0.0]);
         KeepSubnormals::set(FLUSH);
-        adamw(&mut p, &mut m, &mut v, &[(step, Gradient::Zero)], &Serial);
+        adamw(&mut p, &mut m, &mut v, None, &[(step, Gradient::Zero)], &Serial);
         let after = KeepSubnormals::new().before;
         KeepSubnormals::set(KeepSubnormals::DEFAULT);
         assert_eq!(after, FLUSH);

@@ -55,4 +55,4 @@ pub use plan::{dispatch_plan, invert_positions};
 pub use rows::{Backward, Combine, DOT_PARTIALS, permute, unpermute, unpermute_backward};
 pub(crate) use sgd::check_no_momentum;
 pub use sgd::{SgdOptions, SgdStep, sgd};
-pub use steps::{Arithmetic, Gradient, TORCH_LANES};
+pub use steps::{Arithmetic, Gradient, Rounded, TORCH_LANES};

@@ -18,7 +18,9 @@
 //! results is up to the processor.
 
 use super::parallel::Parallel;
-use super::steps::{Arithmetic, Gradient, Numbers, Scaling, Step, apply_steps, check_option, for_each};
+use super::steps::{
+    Arithmetic, Gradient, Numbers, Rounded, Scaling, Step, apply_steps, check_option, for_each,
+};
 use crate::ensure;
 use crate::error::{Error, Result};
 
@@ -174,7 +176,8 @@ impl SgdStep {
 
 /// Applies the steps in order, in one pass over the memory; the bits equal those of one call per step.
 ///
-/// `p` are the parameters, `buffer` that of the momentum; without it no step may have momentum.
+/// `p` are the parameters, `buffer` that of the momentum; without it no step may have momentum. If `p` is the master of
+/// weights of 16 bits, the same pass writes them, `rounded`.
 ///
 /// ```
 /// use evermoe::cpu::{Gradient, Arithmetic, Serial, SgdOptions, SgdStep, sgd};
@@ -182,7 +185,7 @@ impl SgdStep {
 ///     SgdOptions { lr: 0.5, momentum: 0.5, dampening: 0.0, weight_decay: 0.25, nesterov: false, maximize: false };
 /// let step = SgdStep::new(Arithmetic::Evermoe, &options, false, 1.0, 1.0)?;
 /// let (mut p, mut buffer) = ([4.0], [6.0]);
-/// sgd(&mut p, Some(&mut buffer), &[(step, Gradient::F32(&[2.0]))], &Serial)?;
+/// sgd(&mut p, Some(&mut buffer), None, &[(step, Gradient::F32(&[2.0]))], &Serial)?;
 /// assert_eq!((p, buffer), ([4.0 - 0.5 * 6.0], [2.0 + 0.25 * 4.0 + 0.5 * 6.0]));
 /// # Ok::<(), evermoe::Error>(())
 /// ```
@@ -195,14 +198,15 @@ impl SgdStep {
 pub fn sgd(
     p: &mut [f32],
     buffer: Option<&mut [f32]>,
+    rounded: Option<Rounded<'_>>,
     steps: &[(SgdStep, Gradient<'_>)],
     pool: &impl Parallel,
 ) -> Result<()> {
     match buffer {
-        Some(buffer) => apply_steps([p, buffer], steps, pool),
+        Some(buffer) => apply_steps([p, buffer], rounded, steps, pool),
         None => {
             check_no_momentum(steps.iter().map(|(step, _)| step))?;
-            apply_steps([p], steps, pool);
+            apply_steps([p], rounded, steps, pool);
         }
     }
     Ok(())

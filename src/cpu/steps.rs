@@ -1,12 +1,13 @@
 //! Shared parts of the optimizers: gradients, arithmetics, and steps that are applied block by block.
 
+use super::float::Float;
 use super::float_mode::KeepSubnormals;
 use super::parallel::{Disjoint, Parallel};
 #[cfg(target_arch = "x86_64")]
 use super::vector::has_avx512;
 use crate::ensure;
 use crate::error::{Error, Result};
-use half::bf16;
+use half::{bf16, f16};
 use std::array;
 use std::ops::Range;
 
@@ -100,6 +101,73 @@ impl Gradient<'_> {
     }
 }
 
+/// Weights of 16 bits whose float32 master is stepped; the step writes the rounded master to them.
+#[derive(Debug)]
+pub enum Rounded<'a> {
+    /// bfloat16
+    Bf16(&'a mut [bf16]),
+    /// float16
+    F16(&'a mut [f16]),
+}
+
+impl Rounded<'_> {
+    fn len(&self) -> usize {
+        match self {
+            Self::Bf16(values) => values.len(),
+            Self::F16(values) => values.len(),
+        }
+    }
+
+    /// Writes values rounded to nearest, ties to even.
+    #[inline(always)]
+    fn round(self, values: &[f32]) {
+        match self {
+            Self::Bf16(out) => round_into(values, out),
+            Self::F16(out) => round_into(values, out),
+        }
+    }
+}
+
+#[inline(always)]
+fn round_into<T: Float>(values: &[f32], out: &mut [T]) {
+    let ((blocks, rest), (out, rest_out)) = (values.as_chunks::<64>(), out.as_chunks_mut::<64>());
+    for (out, block) in out.iter_mut().zip(blocks) {
+        *out = T::narrow(block);
+    }
+    for (out, &value) in rest_out.iter_mut().zip(rest) {
+        [*out] = T::narrow(&[value]);
+    }
+}
+
+/// [`Rounded`] for the threads of a loop.
+enum DisjointRounded<'a> {
+    Bf16(Disjoint<'a, bf16>),
+    F16(Disjoint<'a, f16>),
+}
+
+impl<'a> DisjointRounded<'a> {
+    fn new(rounded: Rounded<'a>) -> Self {
+        match rounded {
+            Rounded::Bf16(values) => Self::Bf16(Disjoint::new(values)),
+            Rounded::F16(values) => Self::F16(Disjoint::new(values)),
+        }
+    }
+
+    /// Returns the elements of `range` for writing.
+    ///
+    /// # Safety
+    /// As [`Disjoint::part`].
+    unsafe fn part(&self, range: Range<usize>) -> Rounded<'_> {
+        // SAFETY: by the caller's promise.
+        unsafe {
+            match self {
+                Self::Bf16(values) => Rounded::Bf16(values.part(range)),
+                Self::F16(values) => Rounded::F16(values.part(range)),
+            }
+        }
+    }
+}
+
 /// The arithmetic of a step, and the scaling of its gradient.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct Scaling {
@@ -156,20 +224,23 @@ pub(super) trait Step<const N: usize>: Numbers {
     );
 }
 
-/// Applies the steps in order, in one pass over the memory.
+/// Applies the steps in order, in one pass over the memory, which also writes the rounded parameters.
 pub(super) fn apply_steps<const N: usize, S: Step<N>>(
     state: [&mut [f32]; N],
+    rounded: Option<Rounded<'_>>,
     steps: &[(S, Gradient<'_>)],
     pool: &impl Parallel,
 ) {
     let len = state[0].len();
     assert!(
         state.iter().all(|values| values.len() == len)
+            && rounded.as_ref().is_none_or(|rounded| rounded.len() == len)
             && steps.iter().all(|(_, gradient)| gradient.covers(len)),
         "arrays of one length"
     );
     let update = update_for_this_processor::<N, S>();
     let state = state.map(Disjoint::new);
+    let rounded = rounded.map(DisjointRounded::new);
     pool.run(len.div_ceil(BLOCK), GRAIN_BLOCKS, &|blocks| {
         let _subnormals = KeepSubnormals::new();
         for block in blocks {
@@ -177,8 +248,10 @@ pub(super) fn apply_steps<const N: usize, S: Step<N>>(
             let body = (len - len % TORCH_LANES).saturating_sub(range.start).min(range.len());
             // SAFETY: each range of blocks is given to one thread.
             let state = array::from_fn(|index| unsafe { state[index].part(range.clone()) });
+            // SAFETY: as above.
+            let rounded = rounded.as_ref().map(|rounded| unsafe { rounded.part(range.clone()) });
             // SAFETY: chosen for this processor.
-            unsafe { update(state, range, body, steps) };
+            unsafe { update(state, rounded, range, body, steps) };
         }
     });
 }
@@ -186,7 +259,7 @@ pub(super) fn apply_steps<const N: usize, S: Step<N>>(
 /// Applies all steps to a block of the state, whose elements are the range of the gradients'; the given number of first
 /// ones are before torch's tail.
 pub(super) type Update<const N: usize, S> =
-    unsafe fn([&mut [f32]; N], Range<usize>, usize, &[(S, Gradient<'_>)]);
+    unsafe fn([&mut [f32]; N], Option<Rounded<'_>>, Range<usize>, usize, &[(S, Gradient<'_>)]);
 
 /// Every variant produces the same bits: `mul_add` is rounded once, with or without the instruction.
 pub(super) fn update_for_this_processor<const N: usize, S: Step<N>>() -> Update<N, S> {
@@ -205,36 +278,40 @@ pub(super) fn update_for_this_processor<const N: usize, S: Step<N>>() -> Update<
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
 unsafe fn update_avx512<const N: usize, S: Step<N>>(
     state: [&mut [f32]; N],
+    rounded: Option<Rounded<'_>>,
     range: Range<usize>,
     body: usize,
     steps: &[(S, Gradient<'_>)],
 ) {
-    update_block(state, range, body, steps);
+    update_block(state, rounded, range, body, steps);
 }
 
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2,fma")]
 unsafe fn update_avx2<const N: usize, S: Step<N>>(
     state: [&mut [f32]; N],
+    rounded: Option<Rounded<'_>>,
     range: Range<usize>,
     body: usize,
     steps: &[(S, Gradient<'_>)],
 ) {
-    update_block(state, range, body, steps);
+    update_block(state, rounded, range, body, steps);
 }
 
 pub(super) fn update_portable<const N: usize, S: Step<N>>(
     state: [&mut [f32]; N],
+    rounded: Option<Rounded<'_>>,
     range: Range<usize>,
     body: usize,
     steps: &[(S, Gradient<'_>)],
 ) {
-    update_block(state, range, body, steps);
+    update_block(state, rounded, range, body, steps);
 }
 
 #[inline(always)]
 fn update_block<const N: usize, S: Step<N>>(
     mut state: [&mut [f32]; N],
+    rounded: Option<Rounded<'_>>,
     range: Range<usize>,
     body: usize,
     steps: &[(S, Gradient<'_>)],
@@ -249,9 +326,12 @@ fn update_block<const N: usize, S: Step<N>>(
             }),
         }
     }
+    if let Some(rounded) = rounded {
+        rounded.round(state[0]); // from the L1 cache
+    }
 }
 
-/// Division and multiplication by 1 change no bit, so they are skipped.
+/// A division by 1 changes no bit, and is skipped to save its time.
 #[inline(always)]
 fn update_both<const N: usize, S: Step<N>, G: Copy>(
     step: &S,
@@ -261,8 +341,8 @@ fn update_both<const N: usize, S: Step<N>, G: Copy>(
     widen: impl Fn(G) -> f32,
 ) {
     let Scaling { loss_scale, factor, .. } = step.scaling();
-    if loss_scale == 1.0 && factor == 1.0 {
-        update_body_and_tail(step, state, gradient, body, widen);
+    if loss_scale == 1.0 {
+        update_body_and_tail(step, state, gradient, body, |g| widen(g) * factor);
     } else {
         update_body_and_tail(step, state, gradient, body, |g| widen(g) / loss_scale * factor);
     }

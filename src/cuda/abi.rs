@@ -49,7 +49,7 @@ pub(super) struct LayerTable(pub(super) [LayerEntry; MAX_LAYERS]);
 unsafe impl DeviceRepr for LayerTable {}
 
 /// The type of a step's gradient.
-#[repr(u64)]
+#[repr(u8)]
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) enum GradientKind {
     #[default]
@@ -66,37 +66,36 @@ pub(super) struct StepEntry {
     pub(super) arithmetic: u32,
 }
 
-/// The gradient of one step.
-#[repr(C)]
-#[derive(Debug, Clone, Copy, Default)]
-pub(super) struct GradientEntry {
-    pub(super) at: u64,
-    pub(super) kind: GradientKind,
-}
+/// Flag of a tensor that can be read in packs.
+pub(super) const IN_PACKS: u8 = 1;
+/// Flag of a tensor whose rounded elements are float16, not bfloat16.
+pub(super) const TO_FLOAT16: u8 = 2;
 
 /// A tensor with its state, and the range of its steps.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub(super) struct SteppedEntry {
     pub(super) arrays: [u64; 3],
+    pub(super) rounded: u64,
     pub(super) num_elements: u64,
     pub(super) end_block: u32,
     pub(super) first_step: u8,
     pub(super) num_steps: u8,
     pub(super) first_gradient: u8,
-    pub(super) is_aligned: u8,
+    pub(super) flags: u8,
 }
 
 impl SteppedEntry {
     /// An absent tensor.
     pub(super) const NONE: Self = Self {
         arrays: [0; 3],
+        rounded: 0,
         num_elements: 0,
         end_block: u32::MAX,
         first_step: 0,
         num_steps: 0,
         first_gradient: 0,
-        is_aligned: 0,
+        flags: 0,
     };
 }
 
@@ -106,7 +105,8 @@ impl SteppedEntry {
 pub(super) struct BatchTable {
     pub(super) steps: [StepEntry; MAX_STEPS],
     pub(super) tensors: [SteppedEntry; MAX_TENSORS],
-    pub(super) gradients: [GradientEntry; MAX_TENSORS],
+    pub(super) gradients: [u64; MAX_TENSORS],
+    pub(super) kinds: [GradientKind; MAX_TENSORS],
 }
 
 // SAFETY: only numbers, laid out as in C.
@@ -138,7 +138,7 @@ mod tests {
     const HEADER: &str = include_str!("../../kernels/abi.h");
 
     /// The constants of the header, with their values in Rust.
-    const CONSTANTS: [(&str, usize); 22] = [
+    const CONSTANTS: [(&str, usize); 24] = [
         ("kWarp", WARP),
         ("kInFlight", IN_FLIGHT),
         ("kCombiningThreads", COMBINING_THREADS),
@@ -153,6 +153,8 @@ mod tests {
         ("kZero", GradientKind::Zero as usize),
         ("kFloat32", GradientKind::Float32 as usize),
         ("kBfloat16", GradientKind::Bfloat16 as usize),
+        ("kInPacks", IN_PACKS as usize),
+        ("kToFloat16", TO_FLOAT16 as usize),
         ("kEvermoe", Arithmetic::Evermoe as usize),
         ("kTorchCpuFused", Arithmetic::TorchCpuFused as usize),
         ("kTorchCudaFused", Arithmetic::TorchCudaFused as usize),
@@ -224,7 +226,7 @@ mod tests {
         size("Span", size_of::<Span>());
         size("AdamWStep", size_of::<StepEntry>());
         size("SgdStep", size_of::<StepEntry>());
-        size("StepGradient", size_of::<GradientEntry>());
+        size("GradientKind", size_of::<GradientKind>());
         size("Stepped", size_of::<SteppedEntry>());
         size("Batch<AdamWStep>", size_of::<BatchTable>());
         size("Batch<SgdStep>", size_of::<BatchTable>());
@@ -236,17 +238,17 @@ mod tests {
         offset("Span, at", offset_of!(Span, at));
         offset("Span, start", offset_of!(Span, start));
         offset("Span, bytes", offset_of!(Span, bytes));
-        offset("StepGradient, at", offset_of!(GradientEntry, at));
-        offset("StepGradient, kind", offset_of!(GradientEntry, kind));
         offset("Stepped, arrays", offset_of!(SteppedEntry, arrays));
+        offset("Stepped, rounded", offset_of!(SteppedEntry, rounded));
         offset("Stepped, num_elements", offset_of!(SteppedEntry, num_elements));
         offset("Stepped, end_block", offset_of!(SteppedEntry, end_block));
         offset("Stepped, first_step", offset_of!(SteppedEntry, first_step));
         offset("Stepped, num_steps", offset_of!(SteppedEntry, num_steps));
         offset("Stepped, first_gradient", offset_of!(SteppedEntry, first_gradient));
-        offset("Stepped, is_aligned", offset_of!(SteppedEntry, is_aligned));
+        offset("Stepped, flags", offset_of!(SteppedEntry, flags));
         offset("Batch<AdamWStep>, tensors", offset_of!(BatchTable, tensors));
         offset("Batch<AdamWStep>, gradients", offset_of!(BatchTable, gradients));
+        offset("Batch<AdamWStep>, kinds", offset_of!(BatchTable, kinds));
         for step in ["AdamWStep", "SgdStep"] {
             for (place, name) in numbers(step).iter().enumerate() {
                 let bytes = offset_of!(StepEntry, numbers) + place * size_of::<f32>();

@@ -29,7 +29,7 @@ pub use fetch::Fetcher;
 pub use fp8::Fp8Rows;
 pub use histogram::LayerIds;
 pub use launch::{Backward, Combine, FloatType, Permute, Plan};
-pub use optim::{AdamW, GradientAt, Sgd};
+pub use optim::{AdamW, GradientAt, RoundedAt, Sgd};
 pub use pinned::PinnedBuffer;
 pub use workspace::Staging;
 

@@ -1,7 +1,7 @@
 //! Launches of the optimizers' steps: many tensors, with several steps each, in one launch.
 
 use super::abi::{
-    BatchTable, GradientEntry, GradientKind, MAX_STEPS, MAX_TENSORS, NUMBERS, StepEntry, SteppedEntry,
+    BatchTable, GradientKind, IN_PACKS, MAX_STEPS, MAX_TENSORS, NUMBERS, StepEntry, SteppedEntry, TO_FLOAT16,
 };
 use super::device::{Grid, Launcher};
 use crate::cpu::{AdamWStep, Arithmetic, SgdStep, check_no_momentum};
@@ -26,13 +26,12 @@ pub enum GradientAt {
 }
 
 impl GradientAt {
-    fn entry(self) -> GradientEntry {
-        let (kind, at) = match self {
-            Self::Zero => (GradientKind::Zero, 0),
-            Self::F32(address) => (GradientKind::Float32, address),
-            Self::Bf16(address) => (GradientKind::Bfloat16, address),
-        };
-        GradientEntry { at, kind }
+    fn entry(self) -> (u64, GradientKind) {
+        match self {
+            Self::Zero => (0, GradientKind::Zero),
+            Self::F32(address) => (address, GradientKind::Float32),
+            Self::Bf16(address) => (address, GradientKind::Bfloat16),
+        }
     }
 
     /// Whether a pack of elements can be read at once.
@@ -45,6 +44,22 @@ impl GradientAt {
     }
 }
 
+/// Weights of 16 bits whose float32 master is stepped, written.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum RoundedAt {
+    /// Address of `[num_elements]` bfloat16
+    Bf16(u64),
+    /// Address of `[num_elements]` float16
+    F16(u64),
+}
+
+impl RoundedAt {
+    fn address(self) -> u64 {
+        let (Self::Bf16(address) | Self::F16(address)) = self;
+        address
+    }
+}
+
 /// A tensor of [`Launcher::adamw`].
 #[derive(Debug, Clone, Copy)]
 pub struct AdamW<'a> {
@@ -54,6 +69,8 @@ pub struct AdamW<'a> {
     pub m: u64,
     /// `[num_elements]` float32, written
     pub v: u64,
+    /// Weights that round `p`, if it is their master
+    pub rounded: Option<RoundedAt>,
     /// Elements.
     pub num_elements: usize,
     /// The steps, in order.
@@ -67,6 +84,8 @@ pub struct Sgd<'a> {
     pub p: u64,
     /// `[num_elements]` float32, written; none if no step has momentum
     pub buffer: Option<u64>,
+    /// Weights that round `p`, if it is their master
+    pub rounded: Option<RoundedAt>,
     /// Elements.
     pub num_elements: usize,
     /// The steps, in order.
@@ -107,6 +126,7 @@ impl Step for SgdStep {
 #[derive(Clone, Copy)]
 struct TensorSteps<'a, S> {
     arrays: [u64; 3],
+    rounded: Option<RoundedAt>,
     num_elements: usize,
     steps: &'a [(S, GradientAt)],
 }
@@ -128,12 +148,14 @@ impl<S: Step> TensorSteps<'_, S> {
             GradientAt::F32(at) => Some((range(at, 4), false)),
             GradientAt::Bf16(at) => Some((range(at, 2), false)),
         });
-        written.chain(read)
+        let rounded = self.rounded.map(|rounded| (range(rounded.address(), 2), true));
+        written.chain(rounded).chain(read)
     }
 
     /// Whether the kernel can take it in packs.
     fn is_aligned(&self) -> bool {
         self.arrays.iter().all(|&address| GradientAt::F32(address).is_aligned())
+            && self.rounded.is_none_or(|rounded| GradientAt::Bf16(rounded.address()).is_aligned())
             && self.steps.iter().all(|(_, gradient)| gradient.is_aligned())
     }
 }
@@ -167,7 +189,8 @@ impl Batch {
         let table = BatchTable {
             steps: [StepEntry::default(); MAX_STEPS],
             tensors: [SteppedEntry::NONE; MAX_TENSORS],
-            gradients: [GradientEntry::default(); MAX_TENSORS],
+            gradients: [0; MAX_TENSORS],
+            kinds: [GradientKind::Zero; MAX_TENSORS],
         };
         Self { table, num_steps: 0, num_tensors: 0, num_gradients: 0, num_elements: 0 }
     }
@@ -187,17 +210,20 @@ impl Batch {
         for (entry, numbers) in self.table.steps[first_step..].iter_mut().zip(part.numbers()) {
             *entry = numbers;
         }
-        for (entry, (_, gradient)) in self.table.gradients[self.num_gradients..].iter_mut().zip(part.steps) {
-            *entry = gradient.entry();
+        for (index, (_, gradient)) in (self.num_gradients..).zip(part.steps) {
+            (self.table.gradients[index], self.table.kinds[index]) = gradient.entry();
         }
+        let flags =
+            [(IN_PACKS, part.is_aligned()), (TO_FLOAT16, matches!(part.rounded, Some(RoundedAt::F16(_))))];
         self.table.tensors[self.num_tensors] = SteppedEntry {
             arrays: part.arrays,
+            rounded: part.rounded.map_or(0, RoundedAt::address),
             num_elements: part.num_elements as u64,
             end_block: 0,
             first_step: first_step as u8,
             num_steps: len as u8,
             first_gradient: self.num_gradients as u8,
-            is_aligned: part.is_aligned().into(),
+            flags: flags.into_iter().filter(|(_, is_set)| *is_set).map(|(flag, _)| flag).sum(),
         };
         self.num_steps = num_steps;
         self.num_tensors += 1;
@@ -232,8 +258,9 @@ impl Launcher {
     /// # Errors
     /// Errors of the driver.
     pub unsafe fn adamw(&self, tensors: &[AdamW<'_>]) -> Result<()> {
-        let parts = tensors.iter().map(|&AdamW { p, m, v, num_elements, steps }| TensorSteps {
+        let parts = tensors.iter().map(|&AdamW { p, m, v, rounded, num_elements, steps }| TensorSteps {
             arrays: [p, m, v],
+            rounded,
             num_elements,
             steps,
         });
@@ -252,8 +279,9 @@ impl Launcher {
         for tensor in tensors.iter().filter(|tensor| tensor.buffer.is_none()) {
             check_no_momentum(tensor.steps.iter().map(|(step, _)| step))?;
         }
-        let parts = tensors.iter().map(|&Sgd { p, buffer, num_elements, steps }| TensorSteps {
+        let parts = tensors.iter().map(|&Sgd { p, buffer, rounded, num_elements, steps }| TensorSteps {
             arrays: [p, buffer.unwrap_or(0), 0],
+            rounded,
             num_elements,
             steps,
         });
@@ -315,7 +343,7 @@ mod tests {
 
     fn add(batch: &mut Batch, num_elements: usize, eps: &[f32]) -> bool {
         let steps: Vec<_> = eps.iter().map(|&eps| (step(eps), GradientAt::F32(20))).collect();
-        batch.add(&TensorSteps { arrays: [16, 32, 48], num_elements, steps: &steps })
+        batch.add(&TensorSteps { arrays: [16, 32, 48], rounded: None, num_elements, steps: &steps })
     }
 
     #[test]
@@ -348,12 +376,17 @@ mod tests {
     #[test]
     fn shared_memory_is_found() {
         let gradient = |gradient| [(step(0.0), gradient)];
-        let is_apart = |p: [u64; 2], gradients: [GradientAt; 2]| {
+        let are_free = |p: [u64; 2], rounded: [Option<RoundedAt>; 2], gradients: [GradientAt; 2]| {
             let steps = gradients.map(gradient);
-            let part =
-                |i: usize| TensorSteps { arrays: [p[i], p[i] + 1000, 0], num_elements: 10, steps: &steps[i] };
+            let part = |i: usize| TensorSteps {
+                arrays: [p[i], p[i] + 1000, 0],
+                rounded: rounded[i],
+                num_elements: 10,
+                steps: &steps[i],
+            };
             are_apart(&[part(0), part(1)])
         };
+        let is_apart = |p, gradients| are_free(p, [None; 2], gradients);
         let none = [GradientAt::Zero; 2];
         assert!(is_apart([100, 140], none) && is_apart([140, 100], none));
         assert!(!is_apart([100, 136], none) && !is_apart([1100, 96], none) && !is_apart([100, 100], none));
@@ -362,18 +395,24 @@ mod tests {
         assert!(!is_apart([100, 140], [GradientAt::F32(64), GradientAt::Zero]));
         assert!(!is_apart([100, 140], [GradientAt::Bf16(176), GradientAt::Zero]));
         assert!(is_apart([100, 140], [GradientAt::Bf16(180), GradientAt::Zero]));
+        let rounded = |at| [Some(RoundedAt::Bf16(at)), None];
+        assert!(are_free([100, 140], rounded(180), none) && !are_free([100, 140], rounded(178), none));
+        assert!(!are_free([100, 140], rounded(5000), [GradientAt::Zero, GradientAt::Bf16(5018)]));
     }
 
     #[test]
     fn packs_need_aligned_arrays_and_gradients() {
-        let is_aligned = |arrays, gradient| {
-            TensorSteps { arrays, num_elements: 1, steps: &[(step(0.0), gradient)] }.is_aligned()
+        let are_aligned = |arrays, rounded, gradient| {
+            TensorSteps { arrays, rounded, num_elements: 1, steps: &[(step(0.0), gradient)] }.is_aligned()
         };
+        let is_aligned = |arrays, gradient| are_aligned(arrays, None, gradient);
         assert!(is_aligned([16, 32, 48], GradientAt::F32(16)) && is_aligned([16, 0, 0], GradientAt::Zero));
         assert!(is_aligned([16, 32, 48], GradientAt::Bf16(8)));
         assert!(
             !is_aligned([16, 32, 52], GradientAt::F32(16)) && !is_aligned([16, 32, 48], GradientAt::F32(24))
         );
         assert!(!is_aligned([16, 32, 48], GradientAt::Bf16(4)));
+        assert!(are_aligned([16, 32, 48], Some(RoundedAt::F16(8)), GradientAt::Zero));
+        assert!(!are_aligned([16, 32, 48], Some(RoundedAt::F16(4)), GradientAt::Zero));
     }
 }

@@ -159,6 +159,7 @@ kernel!(3: A 0, B 1, C 2);
 kernel!(4: A 0, B 1, C 2, D 3);
 kernel!(5: A 0, B 1, C 2, D 3, E 4);
 kernel!(6: A 0, B 1, C 2, D 3, E 4, G 5);
+kernel!(7: A 0, B 1, C 2, D 3, E 4, G 5, H 6);
 
 thread_local! {
     /// The message of this thread's last failure; torch copies it when it throws.

@@ -6,7 +6,7 @@ use super::tensor::{Device, Dtype, Tensor};
 use crate::cpu::{AdamWStep, BLOCK_BYTES, ChunkLayout, SgdStep};
 use crate::cuda::{
     AdamW, Backward, ChunkRange, Combine, FloatType, Fp8Rows, GradientAt, Launcher, LayerIds, Permute, Plan,
-    Regroup, Sgd, Span, SplitTokens,
+    Regroup, RoundedAt, Sgd, Span, SplitTokens,
 };
 use crate::error::{Error, Result};
 
@@ -186,11 +186,12 @@ pub(super) fn adamw(all: &[Stepped<AdamWStep>]) -> Result<()> {
             p: address(&each.state[0]),
             m: address(&each.state[1]),
             v: address(&each.state[2]),
+            rounded: each.rounded.as_ref().map(rounded_at),
             num_elements: each.state[0].numel(),
             steps,
         })
         .collect();
-    // SAFETY: see above; the op's caller passes p, m and v to be written.
+    // SAFETY: see above; the op's caller passes p, m, v and rounded to be written.
     launch(&all[0].state[0], |launcher| unsafe { launcher.adamw(&tensors) })
 }
 
@@ -202,12 +203,20 @@ pub(super) fn sgd(all: &[Stepped<SgdStep>]) -> Result<()> {
         .map(|(each, steps)| Sgd {
             p: address(&each.state[0]),
             buffer: each.state.get(1).map(address),
+            rounded: each.rounded.as_ref().map(rounded_at),
             num_elements: each.state[0].numel(),
             steps,
         })
         .collect();
-    // SAFETY: see above; the op's caller passes p and the buffer to be written.
+    // SAFETY: see above; the op's caller passes p, the buffer and rounded to be written.
     launch(&all[0].state[0], |launcher| unsafe { launcher.sgd(&tensors) })
+}
+
+fn rounded_at(rounded: &Tensor) -> RoundedAt {
+    match rounded.dtype() {
+        Dtype::Bfloat16 => RoundedAt::Bf16(address(rounded)),
+        _ => RoundedAt::F16(address(rounded)),
+    }
 }
 
 /// Pairs each step with the address of its gradient.

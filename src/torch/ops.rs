@@ -66,7 +66,8 @@ fn table() -> [Op; 22] {
         ),
         Op::new(
             "adamw_",
-            "(Tensor(a!) p, Tensor(b!) m, Tensor(c!) v, Tensor?[] gradients, Tensor steps) -> ()",
+            "(Tensor(a!) p, Tensor(b!) m, Tensor(c!) v, Tensor?[] gradients, Tensor steps, Tensor(d!)? rounded) \
+             -> ()",
             adamw_,
         ),
         Op::new(
@@ -80,15 +81,21 @@ fn table() -> [Op; 22] {
             unpack_chunks,
         ),
         Op::new("hash_blocks", "(Tensor chunks, Tensor(a!) hashes) -> ()", hash_blocks),
-        Op::new("sgd_", "(Tensor(a!) p, Tensor(b!)? buffer, Tensor?[] gradients, Tensor steps) -> ()", sgd_),
+        Op::new(
+            "sgd_",
+            "(Tensor(a!) p, Tensor(b!)? buffer, Tensor?[] gradients, Tensor steps, Tensor(c!)? rounded) -> ()",
+            sgd_,
+        ),
         Op::new(
             "adamw_all_",
-            "(Tensor(a!)[] p, Tensor(b!)[] m, Tensor(c!)[] v, Tensor?[] gradients, Tensor steps) -> ()",
+            "(Tensor(a!)[] p, Tensor(b!)[] m, Tensor(c!)[] v, Tensor?[] gradients, Tensor steps, Tensor(d!)[] \
+             rounded, int[] rounded_of) -> ()",
             adamw_all_,
         ),
         Op::new(
             "sgd_all_",
-            "(Tensor(a!)[] p, Tensor(b!)[] buffers, Tensor?[] gradients, Tensor steps) -> ()",
+            "(Tensor(a!)[] p, Tensor(b!)[] buffers, Tensor?[] gradients, Tensor steps, Tensor(c!)[] rounded, int[] \
+             rounded_of) -> ()",
             sgd_all_,
         ),
     ]

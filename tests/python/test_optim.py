@@ -241,6 +241,58 @@ def test_without_a_gradient_there_is_no_call(kind, op, calls):
     assert not calls
 
 
+FACTORS = [1.0, 0.37, 1 / 3, 3e-5, 1e-39, 0.0]
+OPTIMIZERS = {
+    "adamw": lambda p: AdamW(p, lr=1e-2, weight_decay=0.1),
+    "adamw, maximize": lambda p: AdamW(p, lr=1e-2, maximize=True),
+    "sgd": lambda p: SGD(p, lr=0.1),
+    "nesterov": lambda p: SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1, nesterov=True),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_the_factor_has_the_bits_of_separate_passes(make, dtype):
+    """In float32: multiplied before the step; parameters of 16 bits round a master. Gradients keep their values."""
+    random = torch.Generator().manual_seed(0)
+    ours = [nn.Parameter(torch.randn(size, generator=random).to(dtype)) for size in (1, 71, 4099)]
+    masters = [nn.Parameter(parameter.detach().to(torch.float32, copy=True)) for parameter in ours]
+    optimizer, separate = make(ours), make(masters)
+    for factor in FACTORS:
+        gradients = [torch.randn(parameter.shape, generator=random).to(dtype) for parameter in ours]
+        for one, two, gradient in zip(ours, masters, gradients, strict=True):
+            one.grad, two.grad = gradient.clone(), gradient.float() * factor
+        optimizer.step(factor=factor)
+        separate.step()
+        for one, two, gradient in zip(ours, masters, gradients, strict=True):
+            assert torch.equal(one, two.to(dtype)), factor
+            assert torch.equal(one.grad, gradient)
+            kept = dict(optimizer.state[one])
+            assert torch.equal(kept.pop("master_param", two), two)
+            assert all(
+                torch.equal(value, separate.state[two][name]) for name, value in kept.items() if value is not None
+            )
+
+
+@pytest.mark.parametrize("factor", [-1.0, float("nan"), float("inf")])
+def test_factor_out_of_its_range_changes_nothing(factor):
+    model = make_model()
+    loss_of(model, 0).backward()
+    with pytest.raises(ValueError, match="clip: expected a finite number of 0 or more"):
+        AdamW(model.parameters()).step(factor=factor)
+    equal(model, make_model())
+
+
+def test_own_step_of_a_subclass_takes_no_factor():
+    class Own(AdamW):
+        def step(self, closure=None):
+            return super().step(closure)
+
+    parameters = [nn.Parameter(torch.ones(4))]
+    assert optim.takes_factor(AdamW(parameters)) and optim.takes_factor(type("Kin", (SGD,), {})(parameters))
+    assert not optim.takes_factor(Own(parameters)) and not optim.takes_factor(torch.optim.AdamW(parameters))
+
+
 def sparse(parameters):
     parameters[1].grad = torch.ones(4).to_sparse()
 

@@ -52,7 +52,7 @@ class Ballot(NamedTuple):
     divided: float = 0.0
     """1 from a training member that has already divided the sums of the gradients, for `on_gradients`."""
     steps_own: float = 0.0
-    """1 from a member whose script has its own code in the optimizer's step, or changes gradients before it."""
+    """1 from a member whose script has its own code in the optimizer's step."""
     checkpoint_done: float = 0.0
     """1 from a member that knows the outcome of the checkpoint in progress."""
     save_done: float = 0.0

@@ -92,12 +92,16 @@ def _(grad: Tensor, rows: Tensor, positions: Tensor, weights: Tensor, grad_rows:
 
 
 @torch.library.register_fake("evermoe::adamw_")
-def _(p: Tensor, m: Tensor, v: Tensor, gradients: Sequence[Tensor | None], steps: Tensor) -> None:
+def _(
+    p: Tensor, m: Tensor, v: Tensor, gradients: Sequence[Tensor | None], steps: Tensor, rounded: Tensor | None
+) -> None:
     pass
 
 
 @torch.library.register_fake("evermoe::sgd_")
-def _(p: Tensor, buffer: Tensor | None, gradients: Sequence[Tensor | None], steps: Tensor) -> None:
+def _(
+    p: Tensor, buffer: Tensor | None, gradients: Sequence[Tensor | None], steps: Tensor, rounded: Tensor | None
+) -> None:
     pass
 
 
@@ -108,12 +112,21 @@ def _(
     v: Sequence[Tensor],
     gradients: Sequence[Tensor | None],
     steps: Tensor,
+    rounded: Sequence[Tensor],
+    rounded_of: Sequence[int],
 ) -> None:
     pass
 
 
 @torch.library.register_fake("evermoe::sgd_all_")
-def _(p: Sequence[Tensor], buffers: Sequence[Tensor | None], gradients: Sequence[Tensor | None], steps: Tensor) -> None:
+def _(
+    p: Sequence[Tensor],
+    buffers: Sequence[Tensor | None],
+    gradients: Sequence[Tensor | None],
+    steps: Tensor,
+    rounded: Sequence[Tensor],
+    rounded_of: Sequence[int],
+) -> None:
     pass
 
 

@@ -70,7 +70,14 @@ def adamw_step(
     return torch.tensor(numbers, dtype=torch.float32, device="cpu")
 
 
-def adamw_(p: Tensor, m: Tensor, v: Tensor, gradients: Sequence[Tensor | None], steps: Tensor) -> None:
+def adamw_(
+    p: Tensor,
+    m: Tensor,
+    v: Tensor,
+    gradients: Sequence[Tensor | None],
+    steps: Tensor,
+    rounded: Tensor | None = None,
+) -> None:
     """Apply steps of AdamW to `p`, `m` and `v` in place, in one pass over the memory.
 
     The bits are the same on every CPU and GPU, whether the steps come in one call or in several. With the arithmetic
@@ -85,6 +92,8 @@ def adamw_(p: Tensor, m: Tensor, v: Tensor, gradients: Sequence[Tensor | None], 
         gradients: one for each step, float32 or bfloat16 of the shape of `p`; None is a gradient of zeros, which
             needs no memory. A step that was skipped for an infinite gradient is no step: leave it out.
         steps: float32 `[len(gradients), 10]` on the CPU: rows from `adamw_step`.
+        rounded: bfloat16 or float16 weights of the shape of `p`, contiguous, whose float32 master is `p`. The same pass
+            writes `p` to them, rounded to nearest, ties to even.
 
     Raises:
         RuntimeError: an argument is not as above; nothing is changed then.
@@ -94,8 +103,8 @@ def adamw_(p: Tensor, m: Tensor, v: Tensor, gradients: Sequence[Tensor | None], 
 
     Not differentiable.
     """
-    refuse_grad("adamw_", "call it under torch.no_grad()", p, m, v)
-    torch_ops.adamw_.default(p, m, v, gradients, steps)
+    refuse_grad("adamw_", "call it under torch.no_grad()", p, m, v, rounded)
+    torch_ops.adamw_.default(p, m, v, gradients, steps, rounded)
 
 
 def adamw_all_(
@@ -104,6 +113,7 @@ def adamw_all_(
     v: Sequence[Tensor],
     gradients: Sequence[Tensor | None],
     steps: Tensor,
+    rounded: Sequence[Tensor | None] = (),
 ) -> None:
     """Apply one step of AdamW to each parameter in place: the bits of `adamw_` for each, in one call.
 
@@ -115,6 +125,7 @@ def adamw_all_(
         v: second moments, one for each parameter.
         gradients: one for each parameter; None is a gradient of zeros.
         steps: float32 `[len(p), 10]` on the CPU: rows from `adamw_step`.
+        rounded: one for each parameter, as for `adamw_`, or none at all.
 
     Raises:
         RuntimeError: an argument is not as above; the message says of which parameter; nothing is changed then.
@@ -123,8 +134,8 @@ def adamw_all_(
 
     Not differentiable.
     """
-    refuse_grad("adamw_all_", "call it under torch.no_grad()", *p, *m, *v)
-    torch_ops.adamw_all_.default(p, m, v, gradients, steps)
+    refuse_grad("adamw_all_", "call it under torch.no_grad()", *p, *m, *v, *rounded)
+    torch_ops.adamw_all_.default(p, m, v, gradients, steps, *_numbered(p, rounded))
 
 
 def sgd_step(
@@ -179,7 +190,13 @@ def sgd_step(
     return torch.tensor(numbers, dtype=torch.float32, device="cpu")
 
 
-def sgd_(p: Tensor, buffer: Tensor | None, gradients: Sequence[Tensor | None], steps: Tensor) -> None:
+def sgd_(
+    p: Tensor,
+    buffer: Tensor | None,
+    gradients: Sequence[Tensor | None],
+    steps: Tensor,
+    rounded: Tensor | None = None,
+) -> None:
     """Apply steps of SGD to `p` and its momentum buffer in place, in one pass over the memory.
 
     The bits are the same on every CPU and GPU, whether the steps come in one call or in several. With the arithmetic
@@ -194,6 +211,7 @@ def sgd_(p: Tensor, buffer: Tensor | None, gradients: Sequence[Tensor | None], s
         gradients: one for each step, float32 or bfloat16 of the shape of `p`; None is a gradient of zeros, which
             needs no memory. A step that was skipped for an infinite gradient is no step: leave it out.
         steps: float32 `[len(gradients), 9]` on the CPU: rows from `sgd_step`.
+        rounded: weights whose float32 master is `p`, as for `adamw_`.
 
     Raises:
         RuntimeError: an argument is not as above; nothing is changed then.
@@ -203,11 +221,17 @@ def sgd_(p: Tensor, buffer: Tensor | None, gradients: Sequence[Tensor | None], s
 
     Not differentiable.
     """
-    refuse_grad("sgd_", "call it under torch.no_grad()", p, buffer)
-    torch_ops.sgd_.default(p, buffer, gradients, steps)
+    refuse_grad("sgd_", "call it under torch.no_grad()", p, buffer, rounded)
+    torch_ops.sgd_.default(p, buffer, gradients, steps, rounded)
 
 
-def sgd_all_(p: Sequence[Tensor], buffers: Sequence[Tensor], gradients: Sequence[Tensor | None], steps: Tensor) -> None:
+def sgd_all_(
+    p: Sequence[Tensor],
+    buffers: Sequence[Tensor],
+    gradients: Sequence[Tensor | None],
+    steps: Tensor,
+    rounded: Sequence[Tensor | None] = (),
+) -> None:
     """Apply one step of SGD to each parameter in place: the bits of `sgd_` for each, in one call.
 
     Args:
@@ -215,6 +239,7 @@ def sgd_all_(p: Sequence[Tensor], buffers: Sequence[Tensor], gradients: Sequence
         buffers: the momentum's, one for each parameter whose step has momentum, in their order.
         gradients: one for each parameter; None is a gradient of zeros.
         steps: float32 `[len(p), 9]` on the CPU: rows from `sgd_step`.
+        rounded: one for each parameter, as for `adamw_`, or none at all.
 
     Raises:
         RuntimeError: an argument is not as above; the message says of which parameter; nothing is changed then.
@@ -223,5 +248,13 @@ def sgd_all_(p: Sequence[Tensor], buffers: Sequence[Tensor], gradients: Sequence
 
     Not differentiable.
     """
-    refuse_grad("sgd_all_", "call it under torch.no_grad()", *p, *buffers)
-    torch_ops.sgd_all_.default(p, buffers, gradients, steps)
+    refuse_grad("sgd_all_", "call it under torch.no_grad()", *p, *buffers, *rounded)
+    torch_ops.sgd_all_.default(p, buffers, gradients, steps, *_numbered(p, rounded))
+
+
+def _numbered(p: Sequence[Tensor], rounded: Sequence[Tensor | None]) -> tuple[list[Tensor], list[int]]:
+    """Return the weights and the index of each: torch functionalizes no list of which some are missing."""
+    if rounded and len(rounded) != len(p):
+        raise RuntimeError(f"rounded: expected one for each of the {len(p)} parameters, got {len(rounded)}")
+    present = [(weights, number) for number, weights in enumerate(rounded) if weights is not None]
+    return [weights for weights, _ in present], [number for _, number in present]

@@ -2,12 +2,16 @@
 
 A parameter in bfloat16 or float16 has a float32 master in its state. The step updates the master, and the parameter is
 the master rounded to nearest, ties to even.
+
+One pass over the memory multiplies the gradients by a factor, such as that of clipping, steps, and writes the rounded
+parameters. The product stays in float32, whatever the gradient's dtype.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -35,24 +39,25 @@ class _Optimizer(torch.optim.Optimizer):
         """
         super().add_param_group(param_group)
         try:
-            self._numbers(self.param_groups[-1], 1)
+            self._numbers(self.param_groups[-1], 1, 1.0)
             _check_parameters(self.param_groups[-1]["params"])
         except Exception:
             del self.param_groups[-1]
             raise
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None, *, factor: float = 1.0) -> Any:
         """Step all parameters that have a gradient; if it raises, none.
 
         Args:
             closure: recomputes the loss and its gradients before the step.
+            factor: multiplies the gradients, in float32; their tensors keep their values.
 
         Returns:
             The result of the closure.
 
         Raises:
-            ValueError: an option was set to a value out of range.
+            ValueError: an option was set to a value out of range, or the factor is not a finite number of 0 or more.
             RuntimeError: a gradient has another dtype or device, or is sparse; or a CUDA graph is being captured, which
                 would replay the learning rate and the step number of this step.
         """
@@ -73,16 +78,12 @@ class _Optimizer(torch.optim.Optimizer):
                     continue
                 t = self._next_step(parameter)
                 if t not in numbers:
-                    numbers[t] = self._numbers(group, t)
+                    numbers[t] = self._numbers(group, t, factor)
                 parameters.append(parameter)
                 gradients.append(parameter.grad)
                 rows.append(numbers[t])
         if parameters:
-            targets = [self._target(parameter) for parameter in parameters]
-            self._step_all(parameters, targets, [_readable(gradient) for gradient in gradients], torch.stack(rows))
-            rounded = [pair for pair in zip(parameters, targets, strict=True) if pair[0] is not pair[1]]
-            if rounded:
-                torch._foreach_copy_([pair[0] for pair in rounded], [pair[1] for pair in rounded])
+            self._step_all(parameters, [_readable(gradient) for gradient in gradients], torch.stack(rows))
         return loss
 
     def _target(self, parameter: Tensor) -> Tensor:
@@ -109,14 +110,12 @@ class _Optimizer(torch.optim.Optimizer):
         """Return the number of the parameter's next step, from 1, as far as `_numbers` depends on it."""
         raise NotImplementedError
 
-    def _numbers(self, group: dict[str, Any], t: int) -> Tensor:
-        """Return the kernel's scalars for step `t` of the group."""
+    def _numbers(self, group: dict[str, Any], t: int, factor: float) -> Tensor:
+        """Return the kernel's scalars for step `t` of the group, with gradients multiplied by a factor."""
         raise NotImplementedError
 
-    def _step_all(
-        self, parameters: list[Tensor], targets: list[Tensor], gradients: list[Tensor], numbers: Tensor
-    ) -> None:
-        """Step all targets in one call, and count the step."""
+    def _step_all(self, parameters: list[Tensor], gradients: list[Tensor], numbers: Tensor) -> None:
+        """Step all parameters in one call, and count the step."""
         raise NotImplementedError
 
 
@@ -177,18 +176,17 @@ class AdamW(_Optimizer):
                 state[name] = torch.zeros_like(parameter, dtype=torch.float32, memory_format=torch.contiguous_format)
         return int(state["step"]) + 1
 
-    def _numbers(self, group: dict[str, Any], t: int) -> Tensor:
+    def _numbers(self, group: dict[str, Any], t: int, factor: float) -> Tensor:
         options = {name: group[name] for name in ("betas", "eps", "weight_decay", "maximize")}
-        return adamw_step(t=t, lr=float(group["lr"]), **options)
+        return adamw_step(t=t, lr=float(group["lr"]), clip=factor, **options)
 
-    def _step_all(
-        self, parameters: list[Tensor], targets: list[Tensor], gradients: list[Tensor], numbers: Tensor
-    ) -> None:
+    def _step_all(self, parameters: list[Tensor], gradients: list[Tensor], numbers: Tensor) -> None:
         states = [self.state[parameter] for parameter in parameters]
         m, v = ([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq"))
-        adamw_all_(targets, m, v, gradients, numbers)
-        for state in states:
-            state["step"] += 1
+        targets = [self._target(parameter) for parameter in parameters]
+        adamw_all_(targets, m, v, gradients, numbers, _rounded(parameters))
+        # A sixth of the time of `+= 1` for each; a number would be converted for each.
+        torch._foreach_add_([state["step"] for state in states], torch.ones((), device="cpu"), alpha=1.0)
 
 
 class SGD(_Optimizer):
@@ -233,17 +231,17 @@ class SGD(_Optimizer):
     def _next_step(self, parameter: Tensor) -> int:
         return 1 if self.state[parameter].get("momentum_buffer") is None else 2
 
-    def _numbers(self, group: dict[str, Any], t: int) -> Tensor:
+    def _numbers(self, group: dict[str, Any], t: int, factor: float) -> Tensor:
         names = ("momentum", "dampening", "weight_decay", "nesterov", "maximize")
-        return sgd_step(is_first=t == 1, lr=float(group["lr"]), **{name: group[name] for name in names})
+        options = {name: group[name] for name in names}
+        return sgd_step(is_first=t == 1, lr=float(group["lr"]), clip=factor, **options)
 
-    def _step_all(
-        self, parameters: list[Tensor], targets: list[Tensor], gradients: list[Tensor], numbers: Tensor
-    ) -> None:
+    def _step_all(self, parameters: list[Tensor], gradients: list[Tensor], numbers: Tensor) -> None:
         momenta = numbers[:, 4].tolist()
         moving = [parameter for parameter, momentum in zip(parameters, momenta, strict=True) if momentum != 0]
         buffers = [self._buffer(parameter) for parameter in moving]
-        sgd_all_(targets, buffers, gradients, numbers)
+        targets = [self._target(parameter) for parameter in parameters]
+        sgd_all_(targets, buffers, gradients, numbers, _rounded(parameters))
         for parameter, buffer in zip(moving, buffers, strict=True):
             self.state[parameter]["momentum_buffer"] = buffer
 
@@ -253,6 +251,16 @@ class SGD(_Optimizer):
         if buffer is None:
             return torch.empty_like(parameter, dtype=torch.float32, memory_format=torch.contiguous_format)
         return buffer
+
+
+def takes_factor(optimizer: torch.optim.Optimizer) -> TypeGuard[_Optimizer]:
+    """Return whether the step of the optimizer's class is the one of this module, which has the argument `factor`."""
+    return inspect.unwrap(type(optimizer).step) is inspect.unwrap(_Optimizer.step)
+
+
+def _rounded(parameters: list[Tensor]) -> list[Tensor | None]:
+    """Return the parameters that the kernel writes next to their masters, None in place of the others."""
+    return [parameter if parameter.dtype in HALF else None for parameter in parameters]
 
 
 def _readable(gradient: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from contextlib import ExitStack
 import torch
 
 from evermoe.comm.vote import Ballot
+from evermoe.copies.replay.step_code import foreign_code
 from evermoe.copies.snapshot.rank_plan import COPIES
 from evermoe.errors import PeerLost, UnsupportedState
 from evermoe.events import Begin, Confirm, Copy, Measured, Reduce, Skipped, Update, Vote
@@ -90,7 +91,12 @@ class PipelineDriver(PipelineRecovery):
             found = self._count(step)
             if past is not None:
                 past.ballot = found
-        return found._replace(votes=float(is_complete), reported=self.lost.reported, stopping=float(self.asks_to_stop))
+        return found._replace(
+            votes=float(is_complete),
+            reported=self.lost.reported,
+            stopping=float(self.asks_to_stop),
+            steps_own=float(foreign_code(self.optimizer) is not None),
+        )
 
     def _count(self, step: PipelineStep) -> Ballot:
         found = [p.grad for some in self._state.parameters() for p in some if p.grad is not None]
@@ -175,8 +181,8 @@ class PipelineDriver(PipelineRecovery):
 
     def _update(self, sums: Ballot) -> None:
         if sums.is_finite:
-            gradients.multiply(self._state, gradients.factor_of(sums, self._options.max_grad_norm))
-            self.optimizer.step()
+            factor = gradients.factor_of(sums, self._options.max_grad_norm)
+            gradients.step_optimizer(self.optimizer, self._state, factor, has_own_code=sums.steps_own > 0)
             if self._options.placement is not None:
                 self._state.expert_load.add_step()
         else:

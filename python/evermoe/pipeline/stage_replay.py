@@ -56,10 +56,10 @@ class StageReplay:
         self._has_warned = False
         self._hook = state.optimizer.register_step_pre_hook(self._note) if options.replay else None
 
-    def _note(self, *_: Any) -> None:
+    def _note(self, optimizer: torch.optim.Optimizer, _: tuple[Any, ...], options: dict[str, Any]) -> None:
         if self._notes is not None:
-            refuse_foreign_code(foreign_code(self._state.optimizer))
-            self._notes.note_step()
+            refuse_foreign_code(foreign_code(optimizer))
+            self._notes.note_step(options.get("factor", 1.0))
 
     def report(self) -> list[Any]:
         """Report repeatable units of the stage: lists of tensors, each with the names of the units that have them."""

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from evermoe.comm.vote import Ballot
 from evermoe.errors import NonFiniteLoss
+from evermoe.optim import takes_factor
 from evermoe.state.training_state import TrainingState
 
 NORM_ELEMENTS = 4096
@@ -252,9 +253,33 @@ def factor_of(sums: Ballot, limit: float | None) -> float:
 
 
 def multiply(state: TrainingState, factor: float) -> None:
-    """Multiply all gradients by a factor, in place: in float32, then rounded, as replicas repeat it."""
+    """Multiply all gradients by a factor, in place: in float32, then rounded to the gradient's dtype."""
     if factor != 1:
         scale([*(p.grad for p in state.dense if p.grad is not None), *of_experts(state)], factor)
+
+
+def step_optimizer(
+    optimizer: torch.optim.Optimizer, state: TrainingState, factor: float, *, has_own_code: bool
+) -> None:
+    """Step with all gradients multiplied by a factor: in the optimizer's own pass if it can, else in one before.
+
+    Optimizers of `evermoe.optim` multiply in float32 and leave the gradients as they are. Members must choose the same
+    way, since the product of a gradient in bfloat16 is rounded in the other one.
+
+    Args:
+        optimizer: of the state.
+        state: whose gradients are reduced.
+        factor: of `factor_of`.
+        has_own_code: whether a script's code runs in the step on some member; it sees gradients that are multiplied.
+    """
+    # Torch's fused optimizers divide by their `grad_scale`, and write the quotients to the gradients. They keep the
+    # pass: a replica learns the factor after the gradient, and would have to divide by the same rounded reciprocal, but
+    # no record says so (fused SGD without momentum has the arithmetic of the plain one).
+    if takes_factor(optimizer) and not has_own_code:
+        optimizer.step(factor=factor)
+    else:
+        multiply(state, factor)
+        optimizer.step()
 
 
 def scale(gradients: Sequence[Tensor], factor: float) -> None:

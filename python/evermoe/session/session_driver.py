@@ -151,7 +151,7 @@ class SessionDriver(RecoveryDriver):
             reported=self.lost.reported,
             role_switches=float(self.lost.is_returning),
             stopping=float(self.asks_to_stop),
-            steps_own=float(on_gradients is not None or own_code is not None),
+            steps_own=float(own_code is not None),
         )
 
     def follow(self, number: int) -> Ballot:
@@ -220,9 +220,9 @@ class SessionDriver(RecoveryDriver):
             if clip is None:
                 self._state.expert_load.forget_step()
             else:
-                gradients.multiply(self._state, clip)
                 self.guard.allow_step()
-                self._script.optimizer.step()
+                has_own_code = sums.steps_own > 0
+                gradients.step_optimizer(self._script.optimizer, self._state, clip, has_own_code=has_own_code)
                 report_load(self._state.layers.values())
                 self._state.expert_load.add_step()
             self._script.loss_scale.update(has_overflowed=clip is None)
@@ -240,7 +240,8 @@ class SessionDriver(RecoveryDriver):
             with self._protection.snapshots.pacer.uncounted():  # most steps have none of these
                 if sums.state_requests:
                     self._protection.heal_copies()
-                if self._trains and same_everywhere.are_compared(step, has_own_code=sums.steps_own > 0):
+                has_own_code = self._config.on_gradients is not None or sums.steps_own > 0
+                if self._trains and same_everywhere.are_compared(step, has_own_code=has_own_code):
                     same_everywhere.compare_replicas(self._state, self._group)
                 if self._trains and sums.trainers == sums.checkpoint_done:
                     self.saving.checkpointer.advance()

@@ -12,8 +12,10 @@ from support.kernels import Buffer
 
 SIZES = [(0, 1), (1, 4), (3, 4), (7, 1), (8, 4), (15, 4), (257, 4), (1031, 1), (1031, 4)]
 MAX_STEPS, MAX_TENSORS = 8, 64  # as in kernels/abi.h, like the structs
-STEP, TENSOR, GRADIENT = struct.Struct("<9fI"), struct.Struct("<4QI4B"), struct.Struct("<2Q")
+STEP, TENSOR, GRADIENT = struct.Struct("<9fI"), struct.Struct("<5QI4B"), struct.Struct("<Q")
+KIND = struct.Struct("<B")
 KINDS = {torch.float32: 1, torch.bfloat16: 2}
+IN_PACKS, TO_FLOAT16 = 1, 2
 ADAMW = {"lr": 0.3, "betas": (0.9, 0.97), "eps": 1e-9, "weight_decay": 0.2}
 OTHER_END = ADAMW | {"betas": (0.3, 0.5), "maximize": True, "loss_scale": 3.0, "clip": 0.7}
 ARITHMETICS = ["evermoe", "torch_cpu_fused", "torch_cuda_foreach"]
@@ -22,17 +24,22 @@ SGD = {"lr": 0.3, "momentum": 0.9, "weight_decay": 0.2}
 
 @dataclass
 class Stepped:
-    """A tensor of a launch: its state and the gradients of its steps; elements that a thread takes at once, 1 or 4."""
+    """A tensor of a launch: its state and the gradients of its steps; elements that a thread takes at once, 1 or 4.
+
+    `rounded` is the type of the weights whose master it is.
+    """
 
     state: list
     gradients: list
     per_thread: int = 4
     first_step: int = 0
     blocks: int = 2
+    rounded: torch.dtype | None = None
 
     def __post_init__(self):
         self.skipped = self.per_thread % 4  # elements before it: not aligned to packs
         self.buffers = [Buffer([len(v) + self.skipped], torch.float32).set(self.moved(v)) for v in self.state]
+        self.weights = self.rounded and Buffer([len(self.state[0]) + self.skipped], self.rounded)
         moved = [None if g is None else self.moved(g) for g in self.gradients]
         self.gradients = [None if g is None else g[self.skipped :] for g in moved]
 
@@ -42,20 +49,23 @@ class Stepped:
 
 def table(steps, tensors):
     """The kernels' argument, and the blocks of a launch."""
-    rows, entries, gradients, end_block = [], [], [], 0
+    rows, entries, gradients, kinds, end_block = [], [], [], [], 0
     for arithmetic, *numbers in steps.tolist():
         rows.append(STEP.pack(*numbers, *[0.0] * (9 - len(numbers)), int(arithmetic)))
     for each in tensors:
         addresses = [buffer.tensor.data_ptr() + 4 * each.skipped for buffer in each.buffers]
         addresses += [0] * (3 - len(addresses))
         end_block += each.blocks
-        places = each.first_step, len(each.gradients), len(gradients), each.per_thread == 4
+        addresses.append(each.weights.tensor.data_ptr() + 2 * each.skipped if each.weights else 0)
+        flags = IN_PACKS * (each.per_thread == 4) + TO_FLOAT16 * (each.rounded == torch.float16)
+        places = each.first_step, len(each.gradients), len(gradients), flags
         entries.append(TENSOR.pack(*addresses, len(each.state[0]), end_block, *places))
         for gradient in each.gradients:
-            given = (0, 0) if gradient is None else (gradient.data_ptr(), KINDS[gradient.dtype])
-            gradients.append(GRADIENT.pack(*given))
-    entries += [TENSOR.pack(*[0] * 4, 0xFFFFFFFF, *[0] * 4)] * (MAX_TENSORS - len(entries))
+            gradients.append(GRADIENT.pack(0 if gradient is None else gradient.data_ptr()))
+            kinds.append(KIND.pack(0 if gradient is None else KINDS[gradient.dtype]))
+    entries += [TENSOR.pack(*[0] * 5, 0xFFFFFFFF, *[0] * 4)] * (MAX_TENSORS - len(entries))
     parts = [(rows, STEP, MAX_STEPS), (entries, TENSOR, MAX_TENSORS), (gradients, GRADIENT, MAX_TENSORS)]
+    parts.append((kinds, KIND, MAX_TENSORS))
     return b"".join(b"".join(packed).ljust(kind.size * count, b"\0") for packed, kind, count in parts), end_block
 
 
@@ -73,6 +83,7 @@ def check(kernels, name, op, steps, *tensors):
     """Floats of every kind are compared bit for bit; NaNs are NaNs, as which of them comes out is not said."""
     packed, blocks = table(steps, tensors)
     used = [buffer.tensor for each in tensors for buffer in each.buffers]
+    used += [each.weights.tensor for each in tensors if each.weights]
     used += [gradient for each in tensors for gradient in each.gradients if gradient is not None]
     kernels(name, blocks, 32, 0, packed, also=used)
     for each in tensors:
@@ -82,6 +93,9 @@ def check(kernels, name, op, steps, *tensors):
         op(*expected, *no_buffer, each.gradients, its_steps)
         for buffer, values in zip(each.buffers, expected, strict=True):
             buffer.equals_but_for_nans(each.moved(values))
+        if each.weights:
+            each.weights.tensor[: each.skipped] = 0
+            each.weights.equals_but_for_nans(each.moved(expected[0].to(each.rounded)))
 
 
 @pytest.mark.parametrize(("size", "per_thread"), SIZES)
@@ -94,7 +108,8 @@ def test_adamw(kernels, arithmetic, size, per_thread):
         powers = tuple(beta**t for beta in options["betas"]) if arithmetic == "torch_cuda_fused" else None
         rows.append(adamw_step(t=t, arithmetic=arithmetic, powers=powers, **options))
     for state in states:
-        check(kernels, "adamw", adamw_, torch.stack(rows), Stepped(state, gradients, per_thread))
+        for rounded in (None, torch.bfloat16, torch.float16):
+            check(kernels, "adamw", adamw_, torch.stack(rows), Stepped(state, gradients, per_thread, rounded=rounded))
 
 
 @pytest.mark.parametrize(("size", "per_thread"), SIZES)
@@ -107,7 +122,9 @@ def test_sgd(kernels, arithmetic, size, per_thread):
     rows = [sgd_step(is_first=True, arithmetic=arithmetic, **SGD)]
     rows += [sgd_step(is_first=False, arithmetic=arithmetic, **options) for options in later]
     for state in states:
-        check(kernels, "sgd", sgd_, torch.stack(rows), Stepped(state[:2], gradients, per_thread))
+        check(
+            kernels, "sgd", sgd_, torch.stack(rows), Stepped(state[:2], gradients, per_thread, rounded=torch.bfloat16)
+        )
     rows = [sgd_step(is_first=False, arithmetic=arithmetic, **options | {"momentum": 0.0}) for options in [SGD] * 5]
     for state in states:
         check(kernels, "sgd", sgd_, torch.stack(rows), Stepped(state[:1], gradients, per_thread))
@@ -134,6 +151,7 @@ def many(steps, arrays):
         its_steps = min(1 + number % 11 // 10, room)
         gradients = [gradients[(number + step) % 5] for step in range(its_steps)]
         place = {"per_thread": 1 if number % 3 == 2 else 4, "first_step": number % (len(steps) - 1)}
+        place["rounded"] = (None, torch.bfloat16, torch.float16)[number % 3]
         tensors.append(Stepped(states[number % 2][:arrays], gradients, blocks=-(-size // 100), **place))
         room -= its_steps
     return tensors

@@ -174,8 +174,9 @@ def test_gradients_need_not_be_contiguous(device):
 def test_opcheck(device):
     gradients = [torch.ones(5, 3, device=device), None]
     arguments = (*fresh_state(torch.ones(5, 3, device=device)), gradients, numbers(STEP, [1, 2]))
-    results = torch.library.opcheck(raw.adamw_.default, arguments)
-    assert set(results.values()) == {"SUCCESS"}
+    for rounded in (None, torch.ones(5, 3, device=device).bfloat16()):
+        results = torch.library.opcheck(raw.adamw_.default, (*arguments, rounded))
+        assert set(results.values()) == {"SUCCESS"}
 
 
 def test_compiled_step(device):

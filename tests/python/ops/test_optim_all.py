@@ -87,16 +87,37 @@ def test_parameters_may_be_on_two_devices(device):
     assert torch.equal(parameters[1].cpu(), parameters[0])
 
 
+@pytest.mark.parametrize("count", [5, COUNT])
+@pytest.mark.parametrize("op", ["adamw", "sgd"])
+def test_rounded_weights_are_written_in_the_same_pass(op, count, device):
+    """Weights of both types and none, in turn, with the bits of a copy; the masters' bits stay the same."""
+    ours = parameters(count, 3 if op == "adamw" else 2, device)
+    theirs = [[tensor.clone() for tensor in array] for array in ours]
+    kinds = torch.bfloat16, None, torch.float16
+    rounded = [
+        None if (kind := kinds[n % 3]) is None else torch.zeros_like(p, dtype=kind) for n, p in enumerate(ours[0])
+    ]
+    gradients, steps = gradients_of(ours[0]), rows(op, count)
+    getattr(ops.optim, f"{op}_all_")(*ours, gradients, steps, rounded)
+    getattr(ops.optim, f"{op}_all_")(*theirs, gradients, steps)
+    for array, other in zip(ours, theirs, strict=True):
+        assert all(same_bits(one, two) for one, two in zip(array, other, strict=True))
+    for weights, master in zip(rounded, ours[0], strict=True):
+        assert weights is None or same_bits(weights.float(), master.to(weights.dtype).float())
+        assert weights is None or weights._version == 1
+
+
 @pytest.mark.parametrize("op", ["adamw", "sgd"])
 def test_opcheck(op, device):
     state = [[torch.ones(5, 3, device=device), torch.ones(4, device=device)] for _ in range(3 if op == "adamw" else 2)]
     arguments = (*state, [torch.ones(5, 3, device=device), None], rows(op, 2))
-    results = torch.library.opcheck(getattr(raw, f"{op}_all_").default, arguments)
-    assert set(results.values()) == {"SUCCESS"}
+    for rounded in ([], [torch.ones(4, device=device).bfloat16()]):
+        results = torch.library.opcheck(getattr(raw, f"{op}_all_").default, (*arguments, rounded, [1][: len(rounded)]))
+        assert set(results.values()) == {"SUCCESS"}
 
 
 def test_opcheck_without_buffers(device):
-    arguments = ([torch.ones(4, device=device)], [], [torch.ones(4, device=device)], PLAIN[None])
+    arguments = ([torch.ones(4, device=device)], [], [torch.ones(4, device=device)], PLAIN[None], [], [])
     assert set(torch.library.opcheck(raw.sgd_all_.default, arguments).values()) == {"SUCCESS"}
 
 
@@ -127,8 +148,8 @@ def refusals(p, m, v):
     def change(tensors, index, value):
         return [value if number == index else tensor for number, tensor in enumerate(tensors)]
 
-    def adamw(p=p, m=m, v=v, gradients=gradients, steps=steps):
-        return lambda: adamw_all_(p, m, v, gradients, steps)
+    def adamw(p=p, m=m, v=v, gradients=gradients, steps=steps, rounded=()):
+        return lambda: adamw_all_(p, m, v, gradients, steps, rounded)
 
     narrow, short = gradients[4].half(), m[3][:4]
     yield "parameter 4: gradients: expected float32 or bfloat16", adamw(gradients=change(gradients, 4, narrow))
@@ -141,6 +162,12 @@ def refusals(p, m, v):
     freed.untyped_storage().resize_(0)
     yield "parameter 4: expected tensors with memory", adamw(gradients=change(gradients, 4, freed))
     yield "no gradient", adamw(p=change(p, 2, p[2].clone().requires_grad_()))
+    weights = [tensor.bfloat16() for tensor in p]
+    wide, late = change(weights, 2, p[2].clone()), m[4].view(torch.bfloat16)[: len(p[4])]
+    yield "parameter 2: rounded: expected bfloat16 or float16", adamw(rounded=wide)
+    yield r"parameter 1: rounded: .* of shape \[7\], got .*\[6\]", adamw(rounded=change(weights, 1, weights[1][:6]))
+    yield "parameter 4: rounded: expected memory of its own, .* overlaps m", adamw(rounded=change(weights, 4, late))
+    yield "rounded: expected one for each of the 5 parameters, got 4", adamw(rounded=weights[:4])
     short = v[:3] + v[3:4] * 2
     yield (
         r"parameter 4: buffer: expected float32 of shape \[2049\], got .*\[8\]",
@@ -152,7 +179,7 @@ def refusals(p, m, v):
     )
 
 
-@pytest.mark.parametrize("index", range(10))
+@pytest.mark.parametrize("index", range(14))
 def test_refusals_name_the_parameter_and_change_nothing(index, device):
     state = parameters(5, 3, device)
     message, call = list(refusals(*state))[index]

@@ -137,7 +137,7 @@ def test_opcheck(with_buffer, device):
     settings = SETTINGS["nesterov" if with_buffer else "plain"]
     p, _ = fresh_state(torch.ones(5, 3, device=device), settings)
     buffer = torch.zeros_like(p) if with_buffer else None
-    arguments = (p, buffer, [torch.ones(5, 3, device=device), None], numbers(settings, [True, False]))
+    arguments = (p, buffer, [torch.ones(5, 3, device=device), None], numbers(settings, [True, False]), None)
     results = torch.library.opcheck(raw.sgd_.default, arguments)
     assert set(results.values()) == {"SUCCESS"}
 

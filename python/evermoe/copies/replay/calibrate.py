@@ -21,7 +21,7 @@ from torch import Tensor
 
 from evermoe.errors import NotReplayable
 from evermoe.ops.optim import adamw_, adamw_step, sgd_, sgd_step
-from evermoe.optim import HALF, MASTER
+from evermoe.optim import HALF, MASTER, takes_factor
 from evermoe.options import count
 
 _STATE = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
@@ -272,16 +272,17 @@ def _with_zeros(values: Tensor) -> Tensor:
 
 
 def _check_masters(scratch: torch.optim.Optimizer) -> None:
-    """Check that half-precision parameters have float32 masters, on which their steps are repeated."""
-    for group in scratch.param_groups:
-        for parameter in group["params"]:
-            master = scratch.state[parameter].get(MASTER)
-            has_master = isinstance(master, Tensor) and master.dtype == torch.float32
-            if parameter.dtype in HALF and not has_master:
-                raise NotReplayable(
-                    f"{type(scratch).__name__} steps parameters in {parameter.dtype}, not float32, and has no float32 "
-                    f"{MASTER} of them; {_INSTEAD}"
-                )
+    """Check that half-precision parameters have the float32 masters of `evermoe.optim`, whose steps are repeated.
+
+    Its optimizers multiply such gradients by the clip factor in float32, as a replica does. A pass over the gradients,
+    which other optimizers need, would round the products.
+    """
+    for parameter in (each for group in scratch.param_groups for each in group["params"]):
+        if parameter.dtype in HALF and not takes_factor(scratch):
+            raise NotReplayable(
+                f"{type(scratch).__name__} steps parameters in {parameter.dtype}, not float32, and has no float32 "
+                f"{MASTER} of evermoe.optim; {_INSTEAD}"
+            )
 
 
 class _Trial:

@@ -18,9 +18,6 @@ from evermoe.ops.optim import adamw_, sgd_
 from evermoe.optim import MASTER
 from evermoe.state.unit import TensorSpec, Unit
 
-_CLIP = 2
-"""Column of the clip factor in a step's numbers; negative to maximize."""
-
 
 class Part:
     """One parameter of a unit (or a row of one) with its optimizer state: the subject of one record.
@@ -138,31 +135,18 @@ def repeat_steps(layout: Unit, state: Tensor, steps: Tensor, gradients: Sequence
     views = {name.rpartition("/")[2]: view for name, view in layout.tensors(state).items()}
     p = views.pop(layout.specs[0].name.rpartition("/")[2]).view(-1)
     flat = {name: view.view(-1) for name, view in views.items()}
-    parameter = p
+    rounded = None
     if MASTER in flat:
-        p, gradients = flat[MASTER], _clip_in(parameter.dtype, gradients, steps)
+        p, rounded = flat[MASTER], p
     try:
         if steps.shape[1] == 9:
-            sgd_(p, flat.get("momentum_buffer"), gradients, steps)
+            sgd_(p, flat.get("momentum_buffer"), gradients, steps, rounded)
         else:
-            adamw_(p, flat["exp_avg"], flat["exp_avg_sq"], gradients, steps)
+            adamw_(p, flat["exp_avg"], flat["exp_avg_sq"], gradients, steps, rounded)
     except KeyError as error:
         raise RuntimeError(f"{layout.name}: a step of AdamW was received, but the state has no {error}") from None
-    if p is not parameter:
-        parameter.copy_(p)
     if "step" in flat and t is not None:
         flat["step"].fill_(t)
-
-
-def _clip_in(dtype: torch.dtype, gradients: Sequence[Tensor | None], steps: Tensor) -> list[Tensor | None]:
-    """Return the gradients in this dtype, rounded and clipped as the trainer does; `steps` no longer clips them."""
-    clips = steps[:, _CLIP].abs().tolist()
-    clipped = [
-        None if gradient is None else gradient.to(dtype).mul_(clip).float() if clip != 1 else gradient.to(dtype).float()
-        for gradient, clip in zip(gradients, clips, strict=True)
-    ]
-    steps[:, _CLIP] = steps[:, _CLIP].sign()
-    return clipped
 
 
 def part_name(unit: str, parameter: str) -> str:

@@ -22,7 +22,7 @@ from evermoe.copies.replay.source import (
 )
 from evermoe.copies.replay.step_counts import StepCounts
 from evermoe.errors import NotReplayable
-from evermoe.optim import HALF
+from evermoe.optim import HALF, takes_factor
 from evermoe.process.warn import warn
 from evermoe.state.unit import Unit
 
@@ -282,10 +282,10 @@ class GradientSender:
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Sequence[Any], options: dict[str, Any]) -> None:
         self._counts.forget_counts()
-        has_others = any(value is not None for value in (*args[1:], *options.values()))  # a closure
+        clip, others = _factor(optimizer, options)
+        has_others = any(value is not None for value in (*args[1:], *others.values()))  # a closure
         has_others |= next(reversed(optimizer._optimizer_step_pre_hooks)) != self._hooks[0].id
-        scale = getattr(optimizer, "grad_scale", None)
-        loss_scale = 1.0 if scale is None else float(scale)
+        loss_scale = 1.0 if (scale := getattr(optimizer, "grad_scale", None)) is None else float(scale)
         self._numbers.forget_numbers()
         for source in self._sources:
             source.draft = None
@@ -295,7 +295,7 @@ class GradientSender:
                 source.sent = None
             elif source.parameter.grad is not None:
                 t = source.next_step(optimizer)
-                source.draft_record(t, self._numbers.numbers_of(t, source, loss_scale))
+                source.draft_record(t, self._numbers.numbers_of(t, source, loss_scale, clip))
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self._counts.forget_counts()
@@ -332,3 +332,11 @@ class GradientSender:
             )
             return
         source.rule = Rule(self._arithmetic, group)
+
+
+def _factor(optimizer: torch.optim.Optimizer, options: dict[str, Any]) -> tuple[float, dict[str, Any]]:
+    """Return the factor of the gradients among the arguments of `step`, and the other arguments."""
+    if not takes_factor(optimizer):
+        return 1.0, options
+    others = {name: value for name, value in options.items() if name != "factor"}
+    return options.get("factor", 1.0), others

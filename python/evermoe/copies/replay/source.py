@@ -292,8 +292,8 @@ class StepNumbers:
         known, self._known = self._known, {}
         return all(self.numbers_of(t, source) == numbers for (_, t), (numbers, source) in known.items())
 
-    def numbers_of(self, t: int, source: Source, loss_scale: float = 1.0) -> list[float]:
-        """Return the numbers of a parameter's step: see `Arithmetic.numbers`.
+    def numbers_of(self, t: int, source: Source, loss_scale: float = 1.0, clip: float = 1.0) -> list[float]:
+        """Return the numbers of a parameter's step: see `Arithmetic.numbers`. The last two are the same for all.
 
         Raises:
             ValueError: the arithmetic does not support the optimizer's settings, such as a negative learning rate.
@@ -302,7 +302,7 @@ class StepNumbers:
         rule = source.rule
         if (rule.group, t) not in self._known:
             group, device = self._optimizer.param_groups[rule.group], source.parameter.device
-            row = rule.arithmetic.numbers(group, t, device=device, loss_scale=loss_scale)
+            row = rule.arithmetic.numbers(group, t, device=device, loss_scale=loss_scale, clip=clip)
             self._known[rule.group, t] = row.tolist(), source
         return self._known[rule.group, t][0]
 

@@ -23,7 +23,7 @@ class NotedStep(NamedTuple):
     numbers: list[float]
     """Of the step: see `Arithmetic.numbers`."""
     gradient: NDArray[np.float32] | NDArray[np.uint16]
-    """As the optimizer sees it: float32, or the bits of bfloat16; complete after `wait_for_gradients` if from a GPU."""
+    """As the optimizer gets it: float32, or the bits of bfloat16; complete after `wait_for_gradients` if from a GPU."""
 
 
 UnitSteps = Mapping[str, list[NotedStep | None]]
@@ -56,20 +56,20 @@ class StepNotes:
             source.rule = Rule(arithmetic, groups[id(source.parameter)])
         self._latest: UnitSteps = {}
 
-    def note_step(self) -> None:
-        """Note the step that the optimizer is about to take with the current gradients."""
+    def note_step(self, factor: float = 1.0) -> None:
+        """Note the step that the optimizer is about to take with the current gradients, which it multiplies."""
         self._counts.forget_counts()
         self._numbers.forget_numbers()
-        self._latest = {unit: [self._step(each) for each in some] for unit, some in self._units.items()}
+        self._latest = {unit: [self._step(each, factor) for each in some] for unit, some in self._units.items()}
 
-    def _step(self, source: Source) -> NotedStep | None:
+    def _step(self, source: Source, factor: float) -> NotedStep | None:
         gradient = source.gradient()
         if gradient is None:
             return None
         assert source.rule is not None
         t, group = source.next_step(self._optimizer), self._optimizer.param_groups[source.rule.group]
         try:
-            numbers = self._numbers.numbers_of(t, source)
+            numbers = self._numbers.numbers_of(t, source, clip=factor)
         except ValueError:  # a negative rate, say, which the optimizer may accept: the state is sent instead
             return None
         if group.get("foreach") and group.get("nesterov") and source.parameter.device.type == "cpu":

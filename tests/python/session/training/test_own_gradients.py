@@ -104,6 +104,27 @@ def test_the_norm_is_clipped_after_the_script_has_changed_gradients(tmp_path):
     assert moved.item() == pytest.approx(1e-3, rel=1e-3)
 
 
+@pytest.mark.parametrize("has_hook", [False, True])
+def test_evermoe_clips_in_its_step_unless_own_code_runs_in_it(tmp_path, has_hook):
+    """The code sees clipped gradients. Without it they keep their values; the weights have the same bits."""
+
+    def norm():
+        return torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]).item()
+
+    seen, weights = [], {}
+    for is_last in (False, True):
+        model = Model()
+        optimizer = evermoe.optim.SGD(model.parameters(), lr=1.0)
+        if has_hook or not is_last:
+            optimizer.register_step_pre_hook(lambda *_: seen.append(norm()))
+        session = session_of(model, optimizer, tmp_path / str(is_last), max_grad_norm=1e-3)
+        run(session, model, 1)
+        weights[is_last] = [p.detach().clone() for p in model.parameters()]
+    assert seen[-1] == pytest.approx(1e-3, rel=1e-3)
+    assert norm() == pytest.approx(1e-3 if has_hook else session.grad_norm, rel=1e-3)
+    assert all(torch.equal(*pair) for pair in zip(*weights.values(), strict=True))
+
+
 def test_gradients_that_are_not_finite_are_not_given_to_the_script(tmp_path):
     calls = []
     model = Model()
