@@ -274,7 +274,7 @@ class Snapshots(Keeper):
         return ScheduledCopies(
             frozenset(sent | local),
             remote=[unit for number in sent for unit in self._sent[number][0]] if sent else None,
-            local=self._units_of(local),
+            local=self._units_of(local) if local or self._options.choices.per_expert_versions else None,
         )
 
     def _due_for_peers(self, step: int) -> set[int]:
