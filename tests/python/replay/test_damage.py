@@ -7,6 +7,7 @@ from evermoe import optim
 from evermoe.copies.replay.part import sum_of_words
 from evermoe.copies.replay.replica import Replica
 from evermoe.copies.replay.sender import GradientSender, Row
+from evermoe.copies.replay.source import take_digests
 from evermoe.errors import ReplicaBehind
 
 UNITS = 3
@@ -118,7 +119,7 @@ def test_proofs_take_turns_and_reach_every_unit(pair):
     pair.step()
     taken = [0] * UNITS
     for _ in range(4 * UNITS):
-        pair.sender.take_digests(2 * UNITS)
+        take_digests(pair.sender.next_digests(2 * UNITS), pair.optimizer)
         found = [source.digest is not None for source in pair.sender._sources]
         assert sum(found) <= 1
         taken = [count + one for count, one in zip(taken, found, strict=True)]

@@ -10,9 +10,10 @@ from __future__ import annotations
 import itertools
 import math
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -30,7 +31,7 @@ from evermoe.copies.replay.part import parameters_of, parts_of
 from evermoe.copies.replay.repeater import Damage
 from evermoe.copies.replay.replica import CaughtUp, Received, Replica
 from evermoe.copies.replay.sender import GradientSender, Row
-from evermoe.copies.replay.source import Record, RecordMemory, wait_for_gradients
+from evermoe.copies.replay.source import Record, RecordMemory, take_digests, wait_for_gradients
 from evermoe.errors import ReplicaBehind
 from evermoe.planning.protection import LOG_STEPS, RECORD_BYTES, UnitProtection
 from evermoe.planning.seating import HEAD_BYTES
@@ -131,9 +132,13 @@ class ReplayExchange:
         """Units that this member keeps for others."""
         return [unit for units in self._from.values() for unit in units]
 
-    def take_digests(self) -> None:
-        """Read some of the state that this member trains, for replicas to compare. Nothing may write it meanwhile."""
-        self.sender.take_digests(PROOF_STEPS)
+    def next_digests(self) -> Callable[[], None] | None:
+        """Return what reads some of the state that this member trains, for replicas to compare; None in most steps.
+
+        Nothing may write the state while it is read.
+        """
+        sources = self.sender.next_digests(PROOF_STEPS)
+        return partial(take_digests, sources, self.state.optimizer) if sources else None
 
     def begin_with(self, courier: Courier, step: int, copies: KeptCopies) -> ExchangeResult:
         """Bring all replicas to the state after a step. Runs in a courier's thread.

@@ -237,7 +237,8 @@ class Replicas(Keeper):
         copies, has_states = self._now.copies, self._is_healing or self._options.choices.selects_by_budget
         may_send = may_send_early and not self._state.late.is_under_way
         copies.gradients.begin_step(self.courier, step, selected, may_send=may_send)
-        self._digests = self.courier.submit(copies.take_digests)
+        read = copies.next_digests()
+        self._digests = None if read is None else self.courier.submit(read)
         self._is_healing = False
         if has_states:
             self._early = self.courier.submit(lambda: copies.early.exchange_states(self.courier, step, selected))

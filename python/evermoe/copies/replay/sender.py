@@ -81,7 +81,7 @@ class GradientSender:
         self._num_steps = 0
         self._was_skipped = False
         self._next_source, self._elements_to_read = 0, 0.0
-        """For `take_digests`: index of the next source, and number of elements to read."""
+        """For `next_digests`: index of the next source, and number of elements to read."""
         before, after = optimizer.register_step_pre_hook, optimizer.register_step_post_hook
         self._hooks = [before(self._before_step), after(self._after_step)] if is_hooked else []
 
@@ -202,20 +202,19 @@ class GradientSender:
         """Return the sources of a unit that replicas cannot follow without a full state; call `reread` first."""
         return [source for source in self._units[unit] if source.sent is None or source.sent != source.stamp()]
 
-    def take_digests(self, steps: int) -> None:
-        """Read some of the state and remember digests. The next messages carry them, for replicas to compare.
-
-        Nothing may write the state meanwhile. In this number of calls, all that replicas follow is read once.
-        """
+    def next_digests(self, steps: int) -> list[Source]:
+        """Return the parameters whose digests are taken next, each once in this number of calls; often none."""
+        found = []
         followed = [source for source in self._sources if source.sent]
         self._elements_to_read += sum(source.elements for source in followed) / steps
         for _ in followed:
             source = followed[self._next_source % len(followed)]
             if source.elements > self._elements_to_read:
                 break
-            source.take_digest(self._optimizer)
+            found.append(source)
             self._elements_to_read -= source.elements
             self._next_source += 1
+        return found
 
     def proofs(self, step: int) -> list[Bytes]:
         """Return messages with digests of all parameters' state as it is now, after the step of the latest `messages`.

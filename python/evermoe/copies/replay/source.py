@@ -271,6 +271,12 @@ class Source:
         return record
 
 
+def take_digests(sources: Iterable[Source], optimizer: torch.optim.Optimizer) -> None:
+    """Read the state of parameters, and remember the digests. Nothing may write it meanwhile."""
+    for source in sources:
+        source.take_digest(optimizer)
+
+
 class StepNumbers:
     """Numbers of steps, which the arithmetic needs next to gradients; computed once for parameters that share them.
 
