@@ -22,7 +22,7 @@ from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.autograd.graph import _engine_run_backward
 from torch.utils.checkpoint import CheckpointFunction
@@ -80,6 +80,18 @@ def carry(layer: Any, y: Tensor, loss: Tensor) -> tuple[Tensor, Tensor]:
     for context in running:
         _tickets(context, layer).append(ticket)
     return y, loss
+
+
+def keep(layer: nn.Module, name: str, value: Tensor) -> None:
+    """Set an attribute of a layer, also where a compiled graph has activation checkpointing around the layer.
+
+    Torch refuses side effects in a checkpointed part of a graph, because its backward does not repeat them, unless the
+    user allows them all. An attribute of a forward needs no repeat.
+    """
+    if torch.compiler.is_compiling():
+        torch._dynamo.utils._disable_side_effect_safety_checks_for_current_subtracer(setattr, layer, name, value)
+    else:
+        setattr(layer, name, value)
 
 
 class Ticket:

@@ -17,8 +17,7 @@ from evermoe import ops
 from evermoe.comm.collectives import all_reduce, all_to_all
 from evermoe.comm.group import Group
 from evermoe.errors import UnsupportedState
-from evermoe.moe import fp8_exchange, graph_ops
-from evermoe.moe.checkpointing import is_recomputing
+from evermoe.moe import checkpointing, fp8_exchange, graph_ops
 from evermoe.moe.expert import Expert, Product
 from evermoe.moe.expert_copies import PartialExperts
 from evermoe.moe.forward_turns import Manner, Turns
@@ -206,7 +205,7 @@ class Experts(PartialExperts):
         num_local = self.weights.shape[0]
         manner = Manner.of(x_TH, ids_TK, in_graph=True)
         share_E, send_ER, receive_Re, splits_2R = graph_ops.plan_exchange(self._name, counts_E, num_local, list(manner))
-        self.share_E = share_E
+        checkpointing.keep(self, "share_E", share_E)
         row_ids, positions_TK = ops.dispatch_plan(ids_TK, send_ER)
         if self.fp8_dispatch:
             x_TH = fp8_exchange.rounded(x_TH)
@@ -255,7 +254,7 @@ class Experts(PartialExperts):
         on_host_RE = self._host.read(tokens_RE)
         self.group.check_nccl()  # after a failure the GPU is released without the counts
         tokens_E = on_host_RE.sum(0)
-        self.count.add(tokens_E, is_counted=self.training and not is_recomputing())
+        self.count.add(tokens_E, is_counted=self.training and not checkpointing.is_recomputing())
         tokens_ER = np.ascontiguousarray(on_host_RE.T)
         planned = split_tokens(tokens_ER, self.matrix_RE, self.group.rank, self.token_split)
         return Exchange.of(tokens_RE.device, tokens_E, *planned, self.ids)
@@ -267,7 +266,7 @@ class Experts(PartialExperts):
             self._placed = matrix_RE, device, Placed.on(device, matrix_RE, self.ids)
         exchange, tokens_E = Exchange.plan_on_device(tokens_RE, self._placed[2], self.group.rank, self._host)
         self.group.check_nccl()  # as above
-        self.count.add(tokens_E.copy(), is_counted=self.training and not is_recomputing())
+        self.count.add(tokens_E.copy(), is_counted=self.training and not checkpointing.is_recomputing())
         return exchange
 
     def _plan(self, ids_TK: Tensor, counts_E: Tensor, x_TH: Tensor) -> Exchange:
@@ -303,7 +302,7 @@ class Experts(PartialExperts):
         """Gather all ranks' tokens of each expert, and count them in the layer, without a wait; collective."""
         self.count.begun += self.group.broken is None
         tokens_RE = self.group.all_gather(counts_E)
-        self.count.add(tokens_RE.sum(0), is_counted=self.training and not is_recomputing())
+        self.count.add(tokens_RE.sum(0), is_counted=self.training and not checkpointing.is_recomputing())
         return tokens_RE
 
     def _feed_forward(self, rows_NH: Tensor, product: Product, ends_e: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from weakref import WeakValueDictionary
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._library.fake_impl import allocate_size
 
 from evermoe.comm.group import Group
 from evermoe.errors import UnsupportedState
@@ -55,6 +56,22 @@ def takes_groups(device: torch.device, dtype: torch.dtype, widths: Sequence[int]
     return dtype in quick and all(width * dtype.itemsize % 16 == 0 for width in widths)
 
 
+# ---- sizes that are known when an op runs
+
+
+def _dynamic_size(least: int) -> torch.SymInt:
+    """Return a size that depends on data, for the fake result of an op.
+
+    torch's own `new_dynamic_size` breaks the graph at the op, unless `fullgraph=True` or
+    `torch._dynamo.config.capture_dynamic_output_shape_ops` is set. No op after these depends on the value of a size, so
+    the rest of a graph is traced in any case.
+    """
+    context = torch.library.get_ctx()
+    if context._shape_env is None:
+        return context.new_dynamic_size(min=least)
+    return allocate_size(context._shape_env, least)
+
+
 # ---- planning
 
 
@@ -92,7 +109,7 @@ def plan_exchange(
 
 @plan_exchange.register_fake
 def _(layer: Tensor, counts_E: Tensor, num_local: int, manner: list[int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    ranks, experts = torch.library.get_ctx().new_dynamic_size(min=1), counts_E.shape[0]
+    ranks, experts = _dynamic_size(1), counts_E.shape[0]
     share_E = counts_E.new_empty((experts,), dtype=torch.float32)
     send_ER, receive_Re = counts_E.new_empty((experts, ranks)), counts_E.new_empty((ranks, num_local))
     return share_E, send_ER, receive_Re, layer.new_empty((2, ranks))
@@ -115,7 +132,7 @@ def send_rows(layer: Tensor, rows: Tensor, splits_2R: Tensor) -> Tensor:
 
 @send_rows.register_fake
 def _(layer: Tensor, rows: Tensor, splits_2R: Tensor) -> Tensor:
-    return rows.new_empty((torch.library.get_ctx().new_dynamic_size(), rows.shape[1]))
+    return rows.new_empty((_dynamic_size(0), rows.shape[1]))
 
 
 @torch.library.custom_op("evermoe::exchange_rows", mutates_args=())

@@ -170,8 +170,9 @@ class MoE(nn.Module):
             counted = torch.full((), len(x_TH), dtype=torch.float32, device=x_TH.device)
         else:
             counted = mask_T.bool().sum().float()
-        self.balanced_tokens = counted * self.experts.has_samples
-        y_TH, self.balance_loss = checkpointing.carry(self, y_TH, balance_loss)
+        y_TH, balance_loss = checkpointing.carry(self, y_TH, balance_loss)
+        checkpointing.keep(self, "balanced_tokens", counted * self.experts.has_samples)
+        checkpointing.keep(self, "balance_loss", balance_loss)
         return y_TH.reshape(x.shape)
 
 
