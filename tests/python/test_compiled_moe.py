@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch._dynamo.testing import CompileCounter
+from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 from evermoe import MoE, load_balancing_loss
@@ -133,6 +133,18 @@ def test_checkpointing_around_a_compiled_model():
     model = make()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     compare(model, lambda x: checkpoint(compiled, x, use_reentrant=False), make_inputs(8), **SAME)
+
+
+def test_checkpointing_inside_a_compiled_model():
+    model = make()
+    run = lambda x: model[2:](checkpoint(model[:2], x, use_reentrant=False))  # noqa: E731
+    compare(model, torch.compile(run, fullgraph=True, backend="aot_eager"), make_inputs(8), eager=run, **SAME)
+
+
+def test_no_graph_breaks_with_torchs_defaults():
+    model, counter = make(), CompileCounterWithBackend("aot_eager")
+    compare(model, torch.compile(model, backend=counter), make_inputs(8), **SAME)
+    assert counter.frame_count == 1
 
 
 def test_equal_layers_share_a_graph():
