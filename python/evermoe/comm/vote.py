@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import struct
 from typing import NamedTuple
 
 import torch
@@ -103,12 +104,12 @@ class Ballot(NamedTuple):
 
     def to_bits(self) -> list[int]:
         """Return the bits of the float64 values, so that members that get the sums later use the same values."""
-        return torch.tensor(self, dtype=torch.float64).view(torch.int64).tolist()
+        return list(struct.unpack(f"{len(self)}q", struct.pack(f"{len(self)}d", *self)))
 
     @classmethod
     def from_bits(cls, bits: list[int]) -> Ballot:
         """Return the inverse of `to_bits`."""
-        return cls(*torch.tensor(bits, dtype=torch.int64).view(torch.float64).tolist())
+        return cls(*struct.unpack(f"{len(bits)}d", struct.pack(f"{len(bits)}q", *bits)))
 
 
 def cast(everyone: Group, mine: Ballot) -> Ballot:
