@@ -136,14 +136,15 @@ __device__ inline void take_block(const Batch<Step>& batch, const Stepped& tenso
   else take_all<1, kArrays>(batch, tensor, thread, threads);
 }
 
+constexpr int kSteppingBlocks = 5;  // of a multiprocessor: at most 48 registers
 // Launch: 1-D grid of as many blocks as the last tensor's end_block.
-extern "C" __global__ void adamw(const __grid_constant__ Batch<AdamWStep> batch) {
+extern "C" __global__ __launch_bounds__(256, kSteppingBlocks) void adamw(const __grid_constant__ Batch<AdamWStep> batch) {
   size_t first_block;
   const Stepped& tensor = tensor_of_block(batch.tensors, first_block);
   take_block<3>(batch, tensor, first_block);
 }
 // A tensor without a buffer has no step with momentum.
-extern "C" __global__ void sgd(const __grid_constant__ Batch<SgdStep> batch) {
+extern "C" __global__ __launch_bounds__(256, kSteppingBlocks) void sgd(const __grid_constant__ Batch<SgdStep> batch) {
   size_t first_block;
   const Stepped& tensor = tensor_of_block(batch.tensors, first_block);
   if (tensor.arrays[1]) take_block<2>(batch, tensor, first_block);

@@ -156,12 +156,12 @@ def adamw(kernels):
     states, entries = [[Buffer([size], torch.float32, 0) for _ in range(3)] for size in (WIDTH + 3, 8)], b""
     for state, end_block in zip(states, (2, 3), strict=True):
         addresses = [buffer.tensor.data_ptr() for buffer in state]
-        entries += struct.pack("<4QI4B", *addresses, len(state[0].tensor), end_block, 0, 1, 0, 1)
-    entries += struct.pack("<4QI4B", *[0] * 4, 0xFFFFFFFF, *[0] * 4) * 62
+        entries += struct.pack("<5QI4B", *addresses, 0, len(state[0].tensor), end_block, 0, 1, 0, 1)
+    entries += struct.pack("<5QI4B", *[0] * 5, 0xFFFFFFFF, *[0] * 4) * 62
     for _, m, _ in states:
         m.set(torch.ones_like(m.tensor))
     used = [buffer.tensor for state in states for buffer in state]
-    kernels("adamw", 3, 32, 0, step.ljust(8 * 40, b"\0") + entries + bytes(64 * 16), also=used)
+    kernels("adamw", 3, 32, 0, step.ljust(8 * 40, b"\0") + entries + bytes(64 * 9), also=used)
     for buffer in itertools.chain(*states):
         buffer.equals(torch.zeros_like(buffer.tensor))
 
