@@ -11,6 +11,7 @@ from evermoe.comm import vote
 from evermoe.comm.group import Group
 from evermoe.data.sampler import Share
 from evermoe.events import Reduce, Vote
+from evermoe.session.buckets import Buckets
 from evermoe.session.reduced_gradients import ReducedGradients
 from evermoe.session.session_driver import SessionDriver
 from evermoe.session.step import Step
@@ -46,6 +47,9 @@ def driver_of(model, clip, seen):
     driver.saving.checkpointer.is_over = driver.saving.is_save_over = False
     driver._config.on_gradients = None
     driver._script.optimizer = driver._state.optimizer
+    membership = mock.Mock(side_group=Group(), trainer_group=driver._group)
+    driver._buckets = Buckets(model, driver._state, membership, torch.device("cpu"))
+    driver._buckets.plan()
     driver._reduced = ReducedGradients(driver._script, driver._state, driver._group, driver._config)
     driver._emit = seen
     return driver
