@@ -14,7 +14,6 @@ from weakref import WeakValueDictionary
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._library.fake_impl import allocate_size
 
 from evermoe.comm.group import Group
 from evermoe.errors import UnsupportedState
@@ -69,6 +68,8 @@ def _dynamic_size(least: int) -> torch.SymInt:
     context = torch.library.get_ctx()
     if context._shape_env is None:
         return context.new_dynamic_size(min=least)
+    from torch._library.fake_impl import allocate_size  # not part of torch's API, so only graphs depend on it
+
     return allocate_size(context._shape_env, least)
 
 
