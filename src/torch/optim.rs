@@ -197,11 +197,8 @@ fn check_counts(count: usize, others: &[(&str, usize)]) -> Result<()> {
     Ok(())
 }
 
-/// Takes all steps of checked parameters, device by device.
+/// Takes all steps of checked parameters, device by device. The Python functions increment the versions.
 fn take<S: Step>(mut rest: Vec<Stepped<S>>) -> Result<()> {
-    for tensor in rest.iter().flat_map(|each| each.state.iter().chain(&each.rounded)) {
-        tensor.bump_version()?;
-    }
     while let Some(first) = rest.first() {
         let device = first.device();
         let (here, others) = rest.into_iter().partition(|each| each.device() == device);

@@ -105,6 +105,7 @@ def adamw_(
     """
     refuse_grad("adamw_", "call it under torch.no_grad()", p, m, v, rounded)
     torch_ops.adamw_.default(p, m, v, gradients, steps, rounded)
+    _count_writes(p, m, v, rounded)
 
 
 def adamw_all_(
@@ -136,6 +137,7 @@ def adamw_all_(
     """
     refuse_grad("adamw_all_", "call it under torch.no_grad()", *p, *m, *v, *rounded)
     torch_ops.adamw_all_.default(p, m, v, gradients, steps, *_numbered(p, rounded))
+    _count_writes(*p, *m, *v, *rounded)
 
 
 def sgd_step(
@@ -223,6 +225,7 @@ def sgd_(
     """
     refuse_grad("sgd_", "call it under torch.no_grad()", p, buffer, rounded)
     torch_ops.sgd_.default(p, buffer, gradients, steps, rounded)
+    _count_writes(p, buffer, rounded)
 
 
 def sgd_all_(
@@ -250,6 +253,16 @@ def sgd_all_(
     """
     refuse_grad("sgd_all_", "call it under torch.no_grad()", *p, *buffers, *rounded)
     torch_ops.sgd_all_.default(p, buffers, gradients, steps, *_numbered(p, rounded))
+    _count_writes(*p, *buffers, *rounded)
+
+
+def _count_writes(*tensors: Tensor | None) -> None:
+    """Increment the versions of tensors, by which autograd notices writes; a compiled graph does so itself.
+
+    The ops could do it in C only by another op on each tensor, which takes as long as a step of a small parameter.
+    """
+    if not torch.compiler.is_compiling():
+        torch.autograd.graph.increment_version([tensor for tensor in tensors if tensor is not None])
 
 
 def _numbered(p: Sequence[Tensor], rounded: Sequence[Tensor | None]) -> tuple[list[Tensor], list[int]]:
