@@ -84,7 +84,7 @@ fn replay_a_step() -> Result<(), Box<dyn std::error::Error>> {
         AdamWOptions { lr: 1e-3, betas: [0.9, 0.999], eps: 1e-8, weight_decay: 0.1, maximize: false };
     let step = AdamWStep::new(&options, 1, 1.0, 1.0)?;
     let [mut weights, mut first, mut second] = start;
-    cpu::adamw(&mut weights, &mut first, &mut second, &[(step, Gradient::F32(&gradient))], &Serial);
+    cpu::adamw(&mut weights, &mut first, &mut second, None, &[(step, Gradient::F32(&gradient))], &Serial);
     let record = record(UNIT, &gradient, step);
 
     // The replica has the state before the step, and logs the record until it repeats the step.
@@ -99,7 +99,7 @@ fn replay_a_step() -> Result<(), Box<dyn std::error::Error>> {
     let Some(Stored::F32(logged)) = &batch.gradients[0] else { return Err("the gradient is float32".into()) };
     let [mut replica, mut first, mut second] = start;
     let steps = [(AdamWStep::from_array(numbers)?, Gradient::F32(logged))];
-    cpu::adamw(&mut replica, &mut first, &mut second, &steps, &Serial);
+    cpu::adamw(&mut replica, &mut first, &mut second, None, &steps, &Serial);
     log.applied(0, batch.epoch, batch.version, batch.bytes);
 
     assert_eq!(replica.map(f32::to_bits), weights.map(f32::to_bits));
