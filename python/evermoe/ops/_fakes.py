@@ -113,7 +113,7 @@ def _(
     gradients: Sequence[Tensor | None],
     steps: Tensor,
     rounded: Sequence[Tensor],
-    rounded_of: Sequence[int],
+    _: Sequence[int],
 ) -> None:
     pass
 
@@ -125,7 +125,7 @@ def _(
     gradients: Sequence[Tensor | None],
     steps: Tensor,
     rounded: Sequence[Tensor],
-    rounded_of: Sequence[int],
+    _: Sequence[int],
 ) -> None:
     pass
 
