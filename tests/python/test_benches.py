@@ -74,19 +74,9 @@ def test_a_bench_runs_and_writes_its_figures(bench, tmp_path):
 
 @pytest.mark.long
 def test_steps_are_compared_with_every_other_trainer(tmp_path):
-    sizes = ["--models", "tiny", "--workers", "1", "2", "--placements", "one", "--presets"]
+    sizes = ["--models", "tiny", "--workers", "1", "2", "--placements", "one", "--rounds", "1", "--steps", "1"]
     done = subprocess.run(
-        [
-            sys.executable,
-            str(BENCHES / "bench_step.py"),
-            *sizes,
-            "--rounds",
-            "1",
-            "--steps",
-            "1",
-            "--json",
-            "figures.json",
-        ],
+        [sys.executable, str(BENCHES / "bench_step.py"), *sizes, "--presets", "--json", "figures.json"],
         cwd=tmp_path,
         capture_output=True,
         text=True,

@@ -57,3 +57,12 @@ def test_what_backward_does_is_no_change():
     assert [take(edits, model, lambda model: None) for _ in range(WATCHED_STEPS)] == [[]] * WATCHED_STEPS
     assert edits.may_send_early
     assert take(edits, model, CHANGES["norm"]) == [], "a script does the same in all steps"
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_gradients_that_overflow_are_no_change(value):
+    model = nn.Linear(4, 4)
+    model.weight.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", torch.full_like(p, value)))
+    edits = GradientEdits(model)
+    assert [take(edits, model, lambda model: None) for _ in range(WATCHED_STEPS)] == [[]] * WATCHED_STEPS
+    assert edits.may_send_early

@@ -41,8 +41,8 @@ class BackgroundCollectives:
         self._queue: SimpleQueue[Pending | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         """The same for many steps: each thread's allocations are in an arena of the C library's own."""
-        self._tasks: list[Pending] = []
-        """Tasks since the last `end`."""
+        self._latest: Pending | None = None
+        """The task that is over when all are."""
 
     @property
     def is_available(self) -> bool:
@@ -58,7 +58,7 @@ class BackgroundCollectives:
         """Run `work` after everything that was submitted before it."""
         event = None if self._stream is None else torch.cuda.current_stream(self._stream.device).record_event()
         task = Task(partial(self._run, work), after=event)
-        self._tasks.append(task)
+        self._latest = task
         self._queue.put(task)
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="evermoe-buckets", daemon=True)
@@ -105,9 +105,9 @@ class BackgroundCollectives:
 
     def end(self) -> None:
         """Wait until nothing is under way. If something is, the group must have been dropped."""
-        for task in self._tasks:
-            task.is_over_within(threading.TIMEOUT_MAX)
-        self._tasks = []
+        if self._latest is not None:
+            self._latest.is_over_within(threading.TIMEOUT_MAX)
+        self._latest = None
 
     def close(self) -> None:
         """End the thread."""

@@ -131,21 +131,20 @@ class BucketSum:
 
         Args:
             group: the ranks.
-            flags: any values `[n]`, summed with them; the same number on all ranks.
+            flags: any values `[n]`, summed with them, maybe in place; the same number on all ranks.
         """
         for parameters in self._bucket.replicated:
             some = parameters[0]
             pieces = [self._of(each).reshape(-1) for each in parameters]
             length = sum(map(len, pieces))
-            has_flags = flags is not None and self.flags is None
-            flat = torch.cat([*pieces, flags.to(some)] if flags is not None and has_flags else pieces)
+            flat = torch.cat(pieces if flags is None else [*pieces, flags.to(some)])
             self.finite.append(are_finite([flat[:length]]))
             sum_flat(flat, group)
             self.flats.append(flat[:length])
-            if has_flags:
-                self.flags = flat[length:]
-        if flags is not None and self.flags is None:
-            self.flags = group.all_reduce(flags.clone())
+            if flags is not None:
+                self.flags, flags = flat[length:], None
+        if flags is not None:
+            self.flags = group.all_reduce(flags)
         if any(self._bucket.owned_R):
             gradients_R = [[self._of(each) for each in parameters] for parameters in self._bucket.owned_R]
             self.finite.append(are_finite([each for gradients in gradients_R for each in gradients]))

@@ -216,7 +216,8 @@ class Buckets:
         """Whether this member's gradients were finite before they were summed, but for experts'; see `complete`."""
         if self._group.size == 1:
             return are_finite([p.grad for p in self._state.dense if p.grad is not None])
-        return torch.stack([torch.tensor(True), *(each for total in self._sums for each in total.finite)]).all()
+        found = [each for total in self._sums for each in total.finite]
+        return torch.stack(found).all() if found else torch.tensor(True)
 
     @property
     def flats(self) -> list[Tensor] | None:

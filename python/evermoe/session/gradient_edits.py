@@ -72,12 +72,10 @@ class GradientEdits:
             return
         self._steps_left -= 1
         is_changed = any(each.is_changed for each in self._seen)
-        if (
-            not is_changed
-            and self._norms
-            and not torch.equal(torch.stack(self._norms), torch.stack(_norms(self._seen)))
-        ):
-            is_changed = self.has_uncounted = True
+        if not is_changed and self._norms:
+            before, now = torch.stack(self._norms), torch.stack(_norms(self._seen))
+            # A gradient that is not a number equals itself here: with a large loss scale there are some at first.
+            is_changed = self.has_uncounted = not torch.allclose(before, now, rtol=0, atol=0, equal_nan=True)
         self._norms = []
         if members > 1 and is_changed:
             self._steps_left = 0

@@ -67,7 +67,10 @@ class SquareSum:
                 stacks.append(layer.weights.grad)
                 hosts = np.count_nonzero(layer.matrix_RE[:, layer.ids], axis=0)
                 self._hosts += (copies * hosts).tolist()
-        self.norms = torch.cat([norms(parts), *map(row_norms, stacks)])
+        if any(each.is_cuda or each.dtype != torch.float32 for each in stacks):
+            self.norms = norms([*parts, *itertools.chain.from_iterable(stacks)])  # on a GPU in one launch
+        else:
+            self.norms = torch.cat([norms(parts), *map(_row_norms, stacks)])
 
     def value(self, norms: Sequence[float]) -> float:
         """Return the sum for the norms as the host has read them."""
@@ -86,13 +89,6 @@ def norms(gradients: Sequence[Tensor]) -> Tensor:
     if gradients[0].is_cuda:
         return torch.stack(torch._foreach_norm(list(gradients), 2, torch.float64))
     return torch.stack([_norm(gradient.reshape(-1)) for gradient in gradients])
-
-
-def row_norms(stack: Tensor) -> Tensor:
-    """Return the norm of each row of gradients `[n, row]`, as `norms` does."""
-    if stack.is_cuda or stack.dtype != torch.float32:
-        return norms(stack.unbind())
-    return _row_norms(stack)
 
 
 def _norm(flat: Tensor) -> Tensor:
@@ -139,7 +135,7 @@ def are_finite(gradients: Sequence[Tensor]) -> Tensor:
     """
     some = [gradient for gradient in gradients if gradient.numel()]
     if not some:
-        return torch.tensor(True)
+        return torch.tensor(True, device=gradients[0].device if gradients else None)
     if some[0].is_cuda:
         extremes = list(torch._foreach_norm(some, torch.inf))
     else:
