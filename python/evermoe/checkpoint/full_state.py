@@ -83,6 +83,8 @@ def pieces(module: nn.Module, prefix: str = "") -> Iterator[Piece]:
         yield _whole(module).state_dict(prefix=prefix)
     elif not expert_layers(module):
         yield module.state_dict(prefix=prefix)
+    elif "_checkpoint_wrapped_module" in module._modules:  # its hook removes this name from the keys
+        yield from pieces(module._modules["_checkpoint_wrapped_module"], prefix)  # type: ignore[arg-type]
     else:
         if module._state_dict_hooks or type(module).state_dict is not nn.Module.state_dict:
             raise UnsupportedState(

@@ -21,6 +21,7 @@ from evermoe.moe import checkpointing, fp8_exchange, graph_ops
 from evermoe.moe.expert import Expert, Product
 from evermoe.moe.expert_copies import PartialExperts
 from evermoe.moe.forward_turns import Manner, Turns
+from evermoe.moe.module_paths import named_parts
 from evermoe.moe.token_counts import TokenCount
 from evermoe.moe.token_exchange import MAX_RANKS, Exchange, HostMemory, Padding, Placed
 from evermoe.planning import split_tokens
@@ -370,5 +371,5 @@ def sum_over_members(experts: Experts, values: Tensor) -> Tensor:
 
 
 def expert_layers(model: nn.Module) -> dict[str, Experts]:
-    """Return the experts of a model's MoE layers by module path, in module order."""
-    return {name: module for name, module in model.named_modules() if isinstance(module, Experts)}
+    """Return the experts of a model's MoE layers by module path, without wrappers, in module order."""
+    return {name: module for name, module in named_parts(model) if isinstance(module, Experts)}

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from evermoe.moe import checkpointing
 from evermoe.moe.expert import Activation, Expert
 from evermoe.moe.experts import Experts, expert_layers, sum_over_members
+from evermoe.moe.module_paths import named_parts
 from evermoe.moe.router import Router
 from evermoe.moe.token_counts import TokenCount
 from evermoe.planning.dispatch import SplitPolicy
@@ -178,7 +179,7 @@ class MoE(nn.Module):
 
 def moe_layers(model: nn.Module) -> dict[str, MoE]:
     """Return the MoE layers of a model by module path, in module order."""
-    return {name: module for name, module in model.named_modules() if isinstance(module, MoE)}
+    return {name: module for name, module in named_parts(model) if isinstance(module, MoE)}
 
 
 def _find_layers(model: nn.Module) -> list[MoE]:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from evermoe.moe.experts import Experts
+from evermoe.moe.module_paths import named_parts
 from evermoe.state.deferred import WeightSource
 from evermoe.state.unit import own_tensors
 
@@ -78,7 +79,7 @@ class SubstituteWeights:
 
     def _fill(self, source: WeightSource) -> None:
         seen: set[int] = set()
-        for path, module in self._model.named_modules():
+        for path, module in named_parts(self._model):
             if isinstance(module, Experts):
                 for row, expert in zip(module.weights.detach(), module.ids, strict=False):
                     source.fill(path, module, {"weights": row}, expert)

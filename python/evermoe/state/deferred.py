@@ -19,6 +19,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from evermoe.errors import UnsupportedState
 from evermoe.moe.experts import Experts, expert_layers
+from evermoe.moe.module_paths import named_parts
 from evermoe.state.building import Building
 from evermoe.state.rebuild import Rebuild, own_random_numbers, seed_of
 from evermoe.state.recording import Recording, View
@@ -113,7 +114,7 @@ class Deferral:
         self._built = built[0] if built else None
         self.device = self._built.device if self._built else torch.get_default_device()
         self._source = source
-        self._modules = dict(model.named_modules())
+        self._modules = dict(named_parts(model))
         named = dict(model.named_parameters())
         for name, parameter in named.items():
             self._check(name, parameter)

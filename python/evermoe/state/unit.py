@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from evermoe._native import digests
 from evermoe.moe.experts import expert_layers
+from evermoe.moe.module_paths import named_parts
 from evermoe.planning.holders import primaries
 from evermoe.state.gpu_digests import bytes_of, gpu_digests
 
@@ -162,10 +163,13 @@ def read_part(tensors: Iterable[Tensor], start: int, out: Tensor) -> None:
 
 
 def dense_tensors(model: nn.Module) -> dict[str, dict[str, Tensor]]:
-    """Parameters and persistent buffers by module path and name, without the experts; a tied one where it is first."""
+    """Parameters and persistent buffers by module path and name, without the experts; a tied one where it is first.
+
+    Paths are those without wrappers: see `named_parts`.
+    """
     seen = {id(layer.weights) for layer in expert_layers(model).values()}
     found: dict[str, dict[str, Tensor]] = {}
-    for path, module in model.named_modules():
+    for path, module in named_parts(model):
         for name, tensor in own_tensors(module):
             if id(tensor) not in seen:
                 seen.add(id(tensor))

@@ -31,6 +31,7 @@ from evermoe.checkpoint.weight_folder import WeightFolder
 from evermoe.errors import CorruptCopy
 from evermoe.integrations.transformers.elastic import hub_name, make_elastic
 from evermoe.moe.experts import Experts, expert_layers
+from evermoe.moe.module_paths import named_parts
 from evermoe.session.between_steps import prepare_export
 from evermoe.session.session import Session
 from evermoe.state.deferred import WeightSource, deferred
@@ -53,8 +54,8 @@ class HubWeights:
     def __init__(self, folder: str | Path, model: PreTrainedModel) -> None:
         self._files = SafetensorsFiles(folder)
         self._model = model
-        self._paths = {id(module): path for path, module in model.named_modules()}
-        self._experts = {path: m.num_experts for path, m in model.named_modules() if isinstance(m, Experts)}
+        self._paths = {id(module): path for path, module in named_parts(model)}
+        self._experts = {path: m.num_experts for path, m in named_parts(model) if isinstance(m, Experts)}
         mapping = get_model_conversion_mapping(model)
         renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
         converters = [each for each in mapping if isinstance(each, WeightConverter)]
@@ -203,7 +204,7 @@ def _pieces(source: WeightSource, model: nn.Module, prefix: str) -> Iterator[dic
     """Yield the state by transformers' names: per layer its experts, and all its other modules together."""
     seen: set[int] = set()
     layer, piece = "", dict[str, Tensor]()
-    for path, module in model.named_modules():
+    for path, module in named_parts(model):
         parts = path.split(".")
         number = next((i for i, part in enumerate(parts) if part.isdigit()), None)
         begun = "" if number is None else ".".join(parts[: number + 1])
