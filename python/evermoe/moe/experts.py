@@ -195,7 +195,7 @@ class Experts(PartialExperts):
             rows_NH, weights_TK = self._rows(sent_TH, row_ids, positions_TK, weights_TK)
             rows_NH = exchange.by_expert(all_to_all(rows_NH, exchange.sent_R, exchange.received_R, self.group))
         if len(self.ids) == 0:
-            outputs_NH = _take_part(rows_NH, self.weights)
+            outputs_NH = self._take_part(rows_NH)
         else:
             outputs_NH = self._feed_forward(rows_NH, _product(exchange, rows_NH.dtype, self._widths), exchange.ends_e)
         returned_NH = all_to_all(exchange.by_source(outputs_NH), exchange.received_R, exchange.sent_R, self.group)
@@ -218,7 +218,7 @@ class Experts(PartialExperts):
         else:
             rows_NH = graph_ops.send_rows(self._name, rows_NH, splits_2R)
             if num_local == 0:
-                rows_NH = _take_part(rows_NH, self.weights)
+                rows_NH = self._take_part(rows_NH)
             else:
                 rows_NH = self._feed_forward(ops.regroup(rows_NH, receive_Re), product, ends_e)
                 rows_NH = ops.regroup(rows_NH, receive_Re, inverse=True)
@@ -308,8 +308,7 @@ class Experts(PartialExperts):
 
     def _feed_forward(self, rows_NH: Tensor, product: Product, ends_e: Tensor) -> Tensor:
         """Return the experts' outputs for rows ordered by local expert, in the same order."""
-        views = self.expert.views(self.weights.to(rows_NH.dtype))
-        outputs_NH = self.expert.apply(rows_NH, views, product, ends_e)
+        outputs_NH = self.expert.apply(rows_NH, self._matrices(rows_NH.dtype), product, ends_e)
         if self.post_norm is None:
             return outputs_NH
         numbers_N1 = torch.arange(len(rows_NH), device=ends_e.device).unsqueeze(1)
@@ -318,6 +317,14 @@ class Experts(PartialExperts):
         harmless_H = (torch.arange(self.hidden, device=ends_e.device) % 2 + 1).to(outputs_NH.dtype)
         normed_NH = self.post_norm(outputs_NH.where(is_row_N1, harmless_H))
         return normed_NH.to(outputs_NH.dtype).where(is_row_N1, 0)
+
+    def _matrices(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Return what the local experts compute with, by name: `[e, *shape]` each."""
+        return self.expert.views(self.weights.to(dtype))
+
+    def _take_part(self, rows_NH: Tensor) -> Tensor:
+        """Connect empty rows to the graph, so that a rank without experts takes part in the backward exchange."""
+        return rows_NH + sum(each.sum() for each in self._matrices(rows_NH.dtype).values())
 
     @property
     def _widths(self) -> tuple[int, int]:
@@ -346,11 +353,6 @@ def _product(exchange: Exchange, dtype: torch.dtype, widths: tuple[int, int]) ->
 
 def _compute_dtype(weights: Tensor, kind: str) -> torch.dtype:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weights.dtype
-
-
-def _take_part(rows_NH: Tensor, weights: Tensor) -> Tensor:
-    """Connect empty rows to the graph, so that a rank without experts takes part in the backward exchange."""
-    return rows_NH + weights.sum().to(rows_NH.dtype)
 
 
 def _mixes_rows(module: nn.Module | None) -> str | None:

@@ -64,6 +64,7 @@ class TrainingInputs(NamedTuple):
         check_types(model=self.model, optimizer=self.optimizer, sampler=self.sampler, scheduler=self.scheduler)
         refuse_divided(self.model, self.optimizer)
         _refuse_averages(self.model)
+        _refuse_missing_adapters(self.model)
         self.loss_scale.check(self.model)
         if trains:
             loop_state.LoopState().store(loop_state.collect(self.loop))
@@ -251,6 +252,25 @@ def _refuse_averages(model: nn.Module) -> None:
             "session moves the model's, so that it would average other experts. Make an evermoe.optim.EMA(optimizer) "
             "instead, whose averages move with them"
         )
+
+
+def _refuse_missing_adapters(model: nn.Module) -> None:
+    """Refuse a model in which peft has not found the experts that it was to adapt, as they were elastic before.
+
+    Raises:
+        UnsupportedState: names a matrix of them.
+    """
+    for adapted in model.modules():
+        configs = vars(adapted).get("peft_config")
+        for config in configs.values() if isinstance(configs, dict) else ():
+            targets = tuple(f".{name}" for name in getattr(config, "target_parameters", None) or ())
+            for path, layer in adapted.named_modules():
+                for name in getattr(layer, "adaptable", ()):
+                    if f".{path}.{name}".replace(".base_layer", "").endswith(targets) and name not in layer.adapted:
+                        raise UnsupportedState(
+                            f"LoraConfig(target_parameters=...) names {name} of {path}, and peft has found no such "
+                            "parameter, so that it has no adapter: call get_peft_model first, then make_elastic"
+                        )
 
 
 def _is_live(reference: weakref.ref[Any]) -> bool:

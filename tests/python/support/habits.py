@@ -233,26 +233,6 @@ def with_frozen_parts():
     return model
 
 
-class Adapted(nn.Module):
-    """A frozen linear layer plus a trained product of two thin matrices (LoRA)."""
-
-    def __init__(self, base, rank=2):
-        super().__init__()
-        self.base = base.requires_grad_(False)
-        self.down = nn.Parameter(torch.randn(rank, base.in_features) * 0.1)
-        self.up = nn.Parameter(torch.zeros(base.out_features, rank))
-
-    def forward(self, x):
-        return self.base(x) + x @ self.down.T @ self.up.T
-
-
-def with_adapters():
-    """Experts, routers and the embedding are frozen, too."""
-    model = Model().requires_grad_(False)
-    model.head = Adapted(model.head)
-    return model
-
-
 def with_balance():
     """The first layer's router chooses by scores and numbers that follow the load (DeepSeek-V3)."""
     model = Model()
@@ -306,7 +286,6 @@ HABITS = {
         step=lambda model, step: step.backward(autocast(model, DATA[step.indices])),
         tolerance=2e-3,
     ),
-    "LoRA": Habit(model=with_adapters, optimizer=of(AdamW), loss=cross_entropy, step=plain_step),
     "balance without a loss": Habit(model=with_balance, loss=balanced, step=plain_step),
     "Adagrad": Habit(optimizer=of(Adagrad)),
     "RMSprop, even accumulation": Habit(

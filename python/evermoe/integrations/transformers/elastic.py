@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from transformers.integrations import moe as hub_moe
 
 from evermoe.errors import UnsupportedState
+from evermoe.integrations.transformers.adapters import LowRank, adapt, changed
 from evermoe.integrations.transformers.router_loss import span_members
 from evermoe.moe.expert import Expert, Layout
 from evermoe.moe.experts import Experts, expert_layers
@@ -71,6 +73,7 @@ class ElasticExperts(Experts):
         norm = getattr(source, "post_expert_norm", None)
         super().__init__(expert, source.num_experts, post_norm=norm, device="meta", dtype=dtype, **options)
         self.kind = kind
+        self._stack_names = {hub_name(name): name for name in expert.shapes}
         self.share_E = torch.zeros(self.num_experts, device=device)
         weights = torch.empty(self.weights.shape, device=device, dtype=dtype)
         with torch.no_grad():
@@ -79,6 +82,12 @@ class ElasticExperts(Experts):
                 view.copy_(parameters[hub_name(name)])
                 source._parameters.pop(hub_name(name))
         self.weights = nn.Parameter(weights, requires_grad)
+        self.is_transposed = expert.transposed
+        """As transformers' module says it."""
+        self.changes: dict[str, Sequence[LowRank]] = {}
+        """Changes of matrices by adapters during a forward, by transformers' names."""
+        self.adapted: set[str] = set()
+        """Names of the matrices that have adapters."""
         self.register_state_dict_post_hook(_as_hub)
         self.register_load_state_dict_pre_hook(_from_hub)
 
@@ -88,6 +97,21 @@ class ElasticExperts(Experts):
     def extra_repr(self) -> str:
         """Return the text that `print(layer)` shows."""
         return f"{self.kind}, {super().extra_repr()}"
+
+    def __getattr__(self, name: str) -> Any:
+        """Return a stack by transformers' name, such as `gate_up_proj`, as a view of the local experts' weights."""
+        if name in self.__dict__.get("_stack_names", {}):
+            return self.expert.views(self.weights)[self._stack_names[name]]
+        return super().__getattr__(name)
+
+    @property
+    def adaptable(self) -> list[str]:
+        """Transformers' names of the matrices, which peft's LoRA can adapt."""
+        return [name for name, own in self._stack_names.items() if len(self.expert.shapes[own]) == 2]
+
+    def _matrices(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        found = super()._matrices(dtype)
+        return changed(found, {self._stack_names[name]: each for name, each in self.changes.items()})
 
 
 def hub_name(name: str) -> str:
@@ -125,11 +149,12 @@ def is_hub_experts(module: nn.Module) -> bool:
 def make_elastic(model: nn.Module, *, balance_rate: float | None = None, **options: Any) -> nn.Module:
     """Replace all experts modules of a transformers model by `ElasticExperts`, in place, and return it.
 
-    Call it before you make the optimizer. It copies one layer at a time. The balancing loss that a model adds with
-    `output_router_logits` is then over the tokens of all members: see `router_loss`.
+    Call it before you make the optimizer, and after peft's `get_peft_model` if that adapts experts. It copies one layer
+    at a time. The balancing loss that a model adds with `output_router_logits` is then over the tokens of all members:
+    see `router_loss`.
 
     Args:
-        model: any whose experts use transformers' experts interface.
+        model: any whose experts use transformers' experts interface; or peft's around one.
         balance_rate: step by which a session moves the bias of a router's scores for the choice
             (`e_score_correction_bias`) after each step: up for experts with fewer tokens than the mean, down for others
             (DeepSeek-V3, section 2.1.2). None: the bias stays.
@@ -137,7 +162,7 @@ def make_elastic(model: nn.Module, *, balance_rate: float | None = None, **optio
 
     Raises:
         ValueError: no module uses the interface, or `balance_rate` is given and no router has such numbers.
-        UnsupportedState: as of `ElasticExperts`.
+        UnsupportedState: as of `ElasticExperts`; or an adapter changes experts otherwise than LoRA of their matrices.
     """
     devices = [
         (parent, name, child)
@@ -147,11 +172,14 @@ def make_elastic(model: nn.Module, *, balance_rate: float | None = None, **optio
     ]
     if not devices and not expert_layers(model):
         raise _no_experts(model)
-    balances = 0
+    balances, parents = 0, {child: parent for parent in model.modules() for child in parent.children()}
     for parent, name, child in devices:
         experts = ElasticExperts(child, **options)
         setattr(parent, name, experts)
-        biases = {id(tensor): tensor for key, tensor in _tensors(parent) if key.rpartition(".")[2] in BIASES}
+        block = parent
+        while "base_layer" in block._modules:  # an adapter around the experts
+            block = parents[block]
+        biases = {id(tensor): tensor for key, tensor in _tensors(block) if key.rpartition(".")[2] in BIASES}
         if balance_rate is not None and biases:
             (bias,) = biases.values()
             experts.on_load = Balance(bias, balance_rate)
@@ -162,6 +190,8 @@ def make_elastic(model: nn.Module, *, balance_rate: float | None = None, **optio
             f"{' or '.join(BIASES)}"
         )
     span_members(model)
+    for layer, name in adapt(model, {m: m.adaptable for m in model.modules() if isinstance(m, ElasticExperts)}):
+        layer.adapted.add(name)
     return model
 
 
