@@ -5,7 +5,7 @@ Shape suffixes: T tokens of this rank, H hidden width, K experts per token, E ex
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import torch
@@ -195,7 +195,7 @@ class Experts(PartialExperts):
             rows_NH, weights_TK = self._rows(sent_TH, row_ids, positions_TK, weights_TK)
             rows_NH = exchange.by_expert(all_to_all(rows_NH, exchange.sent_R, exchange.received_R, self.group))
         if len(self.ids) == 0:
-            outputs_NH = self._take_part(rows_NH)
+            outputs_NH = take_part(rows_NH, self._matrices(rows_NH.dtype))
         else:
             outputs_NH = self._feed_forward(rows_NH, _product(exchange, rows_NH.dtype, self._widths), exchange.ends_e)
         returned_NH = all_to_all(exchange.by_source(outputs_NH), exchange.received_R, exchange.sent_R, self.group)
@@ -218,7 +218,7 @@ class Experts(PartialExperts):
         else:
             rows_NH = graph_ops.send_rows(self._name, rows_NH, splits_2R)
             if num_local == 0:
-                rows_NH = self._take_part(rows_NH)
+                rows_NH = take_part(rows_NH, self._matrices(rows_NH.dtype))
             else:
                 rows_NH = self._feed_forward(ops.regroup(rows_NH, receive_Re), product, ends_e)
                 rows_NH = ops.regroup(rows_NH, receive_Re, inverse=True)
@@ -322,10 +322,6 @@ class Experts(PartialExperts):
         """Return what the local experts compute with, by name: `[e, *shape]` each."""
         return self.expert.views(self.weights.to(dtype))
 
-    def _take_part(self, rows_NH: Tensor) -> Tensor:
-        """Connect empty rows to the graph, so that a rank without experts takes part in the backward exchange."""
-        return rows_NH + sum(each.sum() for each in self._matrices(rows_NH.dtype).values())
-
     @property
     def _widths(self) -> tuple[int, int]:
         return self.expert.hidden, self.expert.intermediate
@@ -353,6 +349,11 @@ def _product(exchange: Exchange, dtype: torch.dtype, widths: tuple[int, int]) ->
 
 def _compute_dtype(weights: Tensor, kind: str) -> torch.dtype:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weights.dtype
+
+
+def take_part(rows_NH: Tensor, matrices: Mapping[str, Tensor]) -> Tensor:
+    """Connect empty rows to the graph, so that a rank without experts takes part in the backward exchange."""
+    return rows_NH + sum(each.sum() for each in matrices.values())
 
 
 def _mixes_rows(module: nn.Module | None) -> str | None:

@@ -11,6 +11,7 @@ peft = pytest.importorskip("peft")
 import evermoe  # noqa: E402
 from evermoe.errors import UnsupportedState  # noqa: E402
 from evermoe.integrations.transformers import make_elastic  # noqa: E402
+from evermoe.moe.experts import take_part  # noqa: E402
 from support.adapters import DATA, DIES_IN, KINDS, STEPS, adapted, loss_of, plain, tune  # noqa: E402
 from support.hub import build  # noqa: E402
 
@@ -87,8 +88,8 @@ def test_a_rank_without_experts_takes_part_in_the_backward_of_adapters():
     layer.ids, layer.weights = [], torch.nn.Parameter(layer.weights[:0].detach(), requires_grad=False)
     wrapper = next(module for module in model.modules() if getattr(module, "parameter_name", "") == "down_proj")
     with wrapper._activate_lora(["default"]):
-        assert layer._take_part(torch.zeros(0, layer.hidden)).requires_grad
-    assert not layer._take_part(torch.zeros(0, layer.hidden)).requires_grad
+        assert take_part(torch.zeros(0, layer.hidden), layer._matrices(torch.float32)).requires_grad
+    assert not take_part(torch.zeros(0, layer.hidden), layer._matrices(torch.float32)).requires_grad
 
 
 def test_adapters_that_peft_could_not_make_are_named(tmp_path):
