@@ -95,7 +95,7 @@ class SafetensorsFiles:
         return found
 
 
-def refuse_quantised(name: str, found: Tensor, folder: Path) -> None:
+def refuse_quantised(name: str, found: Tensor) -> None:
     """Refuse weights of fewer than 16 bits, whose scales are other tensors.
 
     Raises:
@@ -103,7 +103,7 @@ def refuse_quantised(name: str, found: Tensor, folder: Path) -> None:
     """
     if found.dtype.itemsize < 2 and found.dtype != torch.bool:
         raise CorruptCopy(
-            f"{name} in {folder} is quantised to {found.dtype}: expected weights of 16 bits or more; save the model "
+            f"{name} is quantised to {found.dtype}: expected weights of 16 bits or more; save the model "
             "dequantised first"
         )
 
@@ -156,7 +156,7 @@ class FolderWeights:
             if found.shape != tensor.shape:
                 shapes = f"expected {list(tensor.shape)}, found {list(found.shape)}"
                 raise CorruptCopy(f"{key!r} in {self.files.folder} belongs to another model: {shapes}")
-            refuse_quantised(key, found, self.files.folder)
+            refuse_quantised(f"{key} in {self.files.folder}", found)
             tensor.copy_(found)
 
     def _fill_expert(self, path: str, row: Tensor, expert: int) -> None:
@@ -164,7 +164,7 @@ class FolderWeights:
             raise CorruptCopy(f"FolderWeights: expected `experts`, which yields the matrices of {path}, got none")
         start = 0
         for matrix in self._experts(self.files, path, expert):
-            refuse_quantised(f"expert {expert} of {path}", matrix, self.files.folder)
+            refuse_quantised(f"expert {expert} of {path} in {self.files.folder}", matrix)
             part = row[start : start + matrix.numel()]
             if part.numel() < matrix.numel():
                 start += matrix.numel()

@@ -16,7 +16,7 @@ from support.hub import MODELS, build, config
 
 transformers = pytest.importorskip("transformers")
 from evermoe.integrations.transformers import export, from_pretrained, make_elastic  # noqa: E402
-from evermoe.integrations.transformers.hub_folder import HubWeights  # noqa: E402
+from evermoe.integrations.transformers.hub_weights import HubWeights  # noqa: E402
 
 
 def keys(folder):

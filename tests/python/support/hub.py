@@ -102,3 +102,11 @@ def elastic(name: str) -> nn.Module:
     from evermoe.integrations.transformers import make_elastic
 
     return make_elastic(Loss(build(name)), balance_rate=1e-3 if name == "deepseek-v3" else None)
+
+
+def open_folder(folder: str) -> tuple[nn.Module, Any]:
+    """The deferred model of a folder in float32, as a worker trains it, and the source of its weights."""
+    from evermoe.integrations.transformers import from_pretrained
+
+    model, weights = from_pretrained(folder, dtype=torch.float32)
+    return Loss(model), weights

@@ -26,7 +26,7 @@ import transformers
 
 import evermoe
 from evermoe.integrations.transformers import make_elastic
-from evermoe.integrations.transformers.hub_folder import HubWeights
+from evermoe.integrations.transformers.hub_weights import HubWeights
 from evermoe.integrations.transformers.trainer import ElasticTrainer, ElasticTrainingArguments
 from support.hub import build
 from support.hub_trainer import BATCH, OPTIONS, SAMPLES, common, texts

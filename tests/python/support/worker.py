@@ -7,6 +7,7 @@ digests of all held units whenever a version of the state is copied.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import signal
@@ -71,6 +72,8 @@ class Options:
     """By step, what is not a number on this worker: its `loss`, or only a `gradient`."""
     model: str = ""
     """One of transformers' models, of `support.hub`; otherwise `Model`: of a `balance`, `wide`, or as it is."""
+    hub: str = ""
+    """Instead, a folder of one of transformers' models, of which it reads its own units, in float32."""
     optimizer: str = "adamw"
     lr: float | None = None
     """Instead of the optimizer's own."""
@@ -385,7 +388,7 @@ def write_whole(options: Options, session: evermoe.Session, record: Recorder) ->
         state = session.full_state_dict()
         torch.save(state, place.with_suffix(f".{session.group.rank}.pt"))
         session.full_state_dict(place)
-        if options.model:
+        if options.model or options.hub:
             from evermoe.integrations.transformers import export  # takes seconds to import
 
             export(session, session.model.model, place.with_suffix(".hub"))  # type: ignore[arg-type]
@@ -420,6 +423,7 @@ def _train(options: Options, record: Recorder) -> None:
         os.environ["EVERMOE_SECRET"] = options.secret
     with evermoe.deferred(device=options.device) if options.deferred else contextlib.nullcontext():
         model = make_model(options.model)
+    model, weights = importlib.import_module("support.hub").open_folder(options.hub) if options.hub else (model, None)
     if not any(parameter.is_meta for parameter in model.parameters()):  # else deferred, and large
         model = model.to(options.device, getattr(torch, options.dtype))
     data = dataset().to(options.device)
@@ -432,6 +436,7 @@ def _train(options: Options, record: Recorder) -> None:
         evermoe.ElasticSampler(SAMPLES, options.batch_size, shuffle=options.shuffle),
         scheduler=make_scheduler(options.schedule, optimizer),
         on_event=record,
+        weights=weights,
         **grouped(options.session, lighthouse=options.lighthouse),
     )
     record.hook()

@@ -9,15 +9,21 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers.integrations import moe as hub_moe
 
 from evermoe.errors import UnsupportedState
 from evermoe.integrations.transformers.adapters import LowRank, adapt, changed
+from evermoe.integrations.transformers.quantised import save_dequantised
 from evermoe.integrations.transformers.router_loss import span_members
 from evermoe.moe.expert import Expert, Layout
 from evermoe.moe.experts import Experts, expert_layers
 from evermoe.moe.router import follow_load
 
+DEQUANTISE = (
+    "Load a quantised model with quantization_config=Mxfp4Config(dequantize=True) or FineGrainedFP8Config("
+    "dequantize=True), or by evermoe.integrations.transformers.from_pretrained"
+)
 BIASES = ("e_score_correction_bias", "expert_bias")
 """Names that models give to the bias that is added to the scores for the choice alone."""
 
@@ -66,7 +72,7 @@ class ElasticExperts(Experts):
         if len(types) > 1 or len(devices) > 1 or not next(iter(types))[0].is_floating_point:
             raise UnsupportedState(
                 f"{kind}: expected parameters of one floating-point type, on one device, all frozen or none; got "
-                f"{sorted(map(str, types | devices))}. Load the model without quantisation"
+                f"{sorted(map(str, types | devices))}. {DEQUANTISE}"
             )
         ((dtype, requires_grad),) = types
         device = next(iter(devices), torch.device("meta"))
@@ -192,6 +198,9 @@ def make_elastic(model: nn.Module, *, balance_rate: float | None = None, **optio
     span_members(model)
     for layer, name in adapt(model, {m: m.adaptable for m in model.modules() if isinstance(m, ElasticExperts)}):
         layer.adapted.add(name)
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            save_dequantised(module)
     return model
 
 
@@ -209,6 +218,7 @@ def _no_experts(model: nn.Module) -> ValueError:
     return ValueError(
         f"{expected}, but {type(model).__name__} has experts of its own kind, which are not supported yet: {found}. As "
         "part of a session they would be replicated on every member, not spread"
+        + (f". {DEQUANTISE}" if any(getattr(module, "is_quantized", False) for module in model.modules()) else "")
     )
 
 

@@ -23,7 +23,7 @@ from transformers import Trainer, TrainerCallback
 
 from evermoe.data.sampler import ElasticSampler
 from evermoe.integrations.transformers import trackers, trainer_folders
-from evermoe.integrations.transformers.hub_folder import HubWeights
+from evermoe.integrations.transformers.hub_weights import HubWeights
 from evermoe.integrations.transformers.step_batches import Epochs, Follower, StepBatches
 from evermoe.integrations.transformers.trainer_progress import TrainerProgress
 from evermoe.integrations.transformers.training_arguments import ElasticTrainingArguments
