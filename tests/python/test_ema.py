@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from evermoe.copies.replay.replicas import find_arithmetic
+from evermoe.copies.replay.replayable import find_arithmetics
 from evermoe.optim import EMA
 from evermoe.optim.ema import is_averaged
 from evermoe.state.training_state import TrainingState
@@ -37,10 +37,10 @@ def test_equals_that_of_torch(name, has_state):
 def test_averages_are_pieces_of_units_and_their_steps_are_not_repeated_elsewhere():
     model = Tied()
     optimizer = OPTIMIZERS["adamw-evermoe"](model.parameters())
-    assert find_arithmetic(optimizer) is not None
+    assert find_arithmetics(optimizer)
     EMA(optimizer)
     assert is_averaged(optimizer)
-    assert find_arithmetic(optimizer) is None
+    assert not find_arithmetics(optimizer)
     state = TrainingState(model, optimizer)
     names = [spec.name for spec in state.catalog.by_name["moe.experts.0"].specs]
     assert {"weights/ema", "weights/ema_steps"} <= set(names)

@@ -34,7 +34,7 @@ from evermoe.copies.protection_inputs import (
     unit_infos,
     without_copies,
 )
-from evermoe.copies.replay.calibrate import Arithmetic
+from evermoe.copies.replay.calibrate import Arithmetics
 from evermoe.copies.replay.replicas import Replicas
 from evermoe.copies.selection import ExpertSelector
 from evermoe.copies.snapshot.rank_plan import COPIES
@@ -59,7 +59,7 @@ class Protection:
         store: this node's arenas.
         membership: all members; replica nodes only keep copies.
         options: the preset, with its options, and the number of copies.
-        arithmetic: of the optimizer, if its steps can be repeated.
+        arithmetics: of the optimizers whose steps can be repeated.
         emit: listener of the session.
     """
 
@@ -69,7 +69,7 @@ class Protection:
         store: SnapshotStore,
         membership: MembershipManager,
         options: CopyConfig,
-        arithmetic: Arithmetic | None,
+        arithmetics: Arithmetics,
         emit: Listener,
     ) -> None:
         self.state, self.store, self.options, self._emit = state, store, options, emit
@@ -84,7 +84,7 @@ class Protection:
         selector = self.selector = ExpertSelector(state, options.preset, self.ledger)
         self.snapshots = Snapshots(state, store, membership, options, emit)
         pacer, message_bytes = self.snapshots.pacer, options.windows.copy_buffer_bytes
-        self.replicas = Replicas(state, membership, options, arithmetic, emit, pacer, message_bytes)
+        self.replicas = Replicas(state, membership, options, arithmetics, emit, pacer, message_bytes)
         self.keepers: tuple[Keeper, ...] = self.snapshots, self.replicas
         """All keepers of copies, in the order in which they are called."""
         self.window_planner = self.snapshots.window_planner

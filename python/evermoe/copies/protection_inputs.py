@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -71,8 +71,9 @@ def gradient_bucket_bytes(state: TrainingState, options: CopyConfig) -> int:
 
 def unit_facts(state: TrainingState, replicas: Replicas) -> list[tuple[float, bool]]:
     """Return what only trainers know of each unit: its tokens per step, and whether its steps can be repeated."""
-    tokens = state.expert_load.by_unit()
-    return [(tokens.get(unit.name, 0.0), replicas.is_replayable(unit.name)) for unit in state.catalog.units]
+    tokens, units = state.expert_load.by_unit(), state.catalog.units
+    replayable = replicas.replayable(unit.name for unit in units)
+    return [(tokens.get(unit.name, 0.0), unit.name in replayable) for unit in units]
 
 
 def unit_infos(
@@ -169,7 +170,7 @@ def expected_arenas(
     placing: Placement,
     nodes: Sequence[str],
     trains: Sequence[bool],
-    is_replayable: Callable[[str], bool],
+    replayable: Collection[str],
 ) -> list[int]:
     """Return the bytes of the largest member's arenas, as expected by a process that is not a member yet.
 
@@ -182,7 +183,7 @@ def expected_arenas(
         placing: slots, replicas and policy.
         nodes: node of each rank; replica nodes come last.
         trains: whether each rank trains.
-        is_replayable: whether a unit's steps can be repeated.
+        replayable: units whose steps can be repeated.
     """
     training = nodes[: sum(trains)]
     experts = {path: layer.num_experts for path, layer in state.layers.items()}
@@ -198,7 +199,7 @@ def expected_arenas(
         else tuple(np.flatnonzero(placement[unit.layer][:, unit.expert]).tolist())
         for unit in state.catalog.units
     }
-    infos = unit_infos(state, active, [(0.0, is_replayable(unit.name)) for unit in state.catalog.units])
+    infos = unit_infos(state, active, [(0.0, unit.name in replayable) for unit in state.catalog.units])
     ranks = [RankInfo(node, 1 << 62, does) for node, does in zip(nodes, trains, strict=True)]
     plan = plan_copies(options, infos, ranks)
     is_late = plan.is_late(options.choices, options.replication)

@@ -145,6 +145,13 @@ class PipelineSession(BaseSession):
             on_nonfinite=on_nonfinite,
             seed=seed,
         )
+        for name, given in (("optimizer", optimizer), ("scheduler", scheduler)):
+            if isinstance(given, list | tuple):
+                kinds = ", ".join(type(each).__name__ for each in given)
+                raise UnsupportedState(
+                    f"PipelineSession: expected one {name}, got {len(given)}: {kinds}. A Session takes several; a "
+                    "stage has one, whose groups may have different settings"
+                )
         check_types(model=stage_module, optimizer=optimizer, scheduler=scheduler)
         if not callable(build_schedule):
             raise ValueError(f"expected build_schedule to be a function of the session, got {build_schedule!r}")

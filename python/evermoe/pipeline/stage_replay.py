@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from evermoe.copies.replay.exchange import rows_of
-from evermoe.copies.replay.replayable import is_repeatable
-from evermoe.copies.replay.replicas import find_arithmetic
+from evermoe.copies.replay.replayable import find_arithmetics, is_repeatable
+from evermoe.copies.replay.source import rules_of
 from evermoe.copies.replay.step_bytes import step_bytes
 from evermoe.copies.replay.step_code import foreign_code, refuse_foreign_code
 from evermoe.copies.replay.step_notes import StepNotes
@@ -45,7 +45,7 @@ class StageReplay:
 
     def __init__(self, options: PipelineConfig, state: StageState, localised: LocalisedRecovery) -> None:
         self._state, self._localised = state, localised
-        self._arithmetic = find_arithmetic(state.optimizer) if options.replay else None
+        self._arithmetics = find_arithmetics(state.optimizer) if options.replay else {}
         self._units: dict[str, Unit] = {}
         """Units of all stages whose steps can be repeated."""
         self._bundles: dict[int, list[Unit]] = {}
@@ -63,11 +63,12 @@ class StageReplay:
 
     def report(self) -> list[Any]:
         """Report repeatable units of the stage: lists of tensors, each with the names of the units that have them."""
-        if self._arithmetic is None:
+        if not self._arithmetics:
             return []
+        rules = rules_of(self._state.optimizer, self._arithmetics)
         kinds: dict[tuple[TensorSpec, ...], list[str]] = {}
         for unit in self._state.own.units:
-            if is_repeatable(self._state, unit, self._arithmetic):
+            if is_repeatable(self._state, unit, rules):
                 kinds.setdefault(unit.specs, []).append(unit.name)
             elif unit.layer is not None and not self._has_warned:
                 self._has_warned = True
@@ -122,9 +123,9 @@ class StageReplay:
         self._bases = dict.fromkeys(self._bundles, version)
         mine = [unit.name for n, units in self._bundles.items() if kept[n].holders[0] == rank for unit in units]
         self._notes = None
-        if mine and self._arithmetic is not None:
+        if mine:
             rows = {unit: rows_of(self._state, unit) for unit in mine}
-            self._notes = StepNotes(self._state.optimizer, self._arithmetic, rows)
+            self._notes = StepNotes(self._state.optimizer, self._arithmetics, rows)
 
     def begin(self, version: int, stays: Collection[int]) -> StepContents:
         """Choose the bundles of a version, which begins now, that are sent as a step.

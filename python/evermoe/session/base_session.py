@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from evermoe.comm.membership import MembershipManager
 from evermoe.events import Recovered
+from evermoe.optim.combined import as_one
 from evermoe.session.protocol import CommitProtocol
 from evermoe.session.training_driver import TrainingDriver
 
@@ -15,7 +17,7 @@ from evermoe.session.training_driver import TrainingDriver
 class BaseSession:
     """The part of `evermoe.Session` and `evermoe.PipelineSession` that reports the state of training."""
 
-    optimizer: torch.optim.Optimizer
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
     _driver: TrainingDriver
     _protocol: CommitProtocol
     _membership: MembershipManager
@@ -50,8 +52,8 @@ class BaseSession:
 
     @property
     def learning_rate(self) -> float:
-        """Learning rate of the next step, of the optimizer's first group of parameters."""
-        return float(self.optimizer.param_groups[0]["lr"])
+        """Learning rate of the next step, of the first optimizer's first group of parameters."""
+        return float(as_one(self.optimizer).param_groups[0]["lr"])
 
     @property
     def skipped(self) -> int:

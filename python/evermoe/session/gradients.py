@@ -13,6 +13,7 @@ from torch import Tensor
 from evermoe.comm.vote import Ballot
 from evermoe.errors import NonFiniteLoss
 from evermoe.optim import takes_factor
+from evermoe.optim.combined import each_of
 from evermoe.state.training_state import TrainingState
 
 NORM_ELEMENTS = 4096
@@ -257,7 +258,7 @@ def multiply(state: TrainingState, factor: float) -> None:
 def step_optimizer(
     optimizer: torch.optim.Optimizer, state: TrainingState, factor: float, *, has_own_code: bool
 ) -> None:
-    """Step with all gradients multiplied by a factor: in the optimizer's own pass if it can, else in one before.
+    """Step with all gradients multiplied by a factor: in an optimizer's own pass if it can, else in one before.
 
     Optimizers of `evermoe.optim` multiply in float32 and leave the gradients as they are. Members must choose the same
     way, since the product of a gradient in bfloat16 is rounded in the other one.
@@ -271,11 +272,17 @@ def step_optimizer(
     # Torch's fused optimizers divide by their `grad_scale`, and write the quotients to the gradients. They keep the
     # pass: a replica learns the factor after the gradient, and would have to divide by the same rounded reciprocal, but
     # no record says so (fused SGD without momentum has the arithmetic of the plain one).
-    if takes_factor(optimizer) and not has_own_code:
-        optimizer.step(factor=factor)
-    else:
+    if has_own_code:
         multiply(state, factor)
         optimizer.step()
+        return
+    for each in each_of(optimizer):
+        if takes_factor(each):
+            each.step(factor=factor)
+        else:
+            if factor != 1:
+                scale([p.grad for group in each.param_groups for p in group["params"] if p.grad is not None], factor)
+            each.step()
 
 
 def scale(gradients: Sequence[Tensor], factor: float) -> None:

@@ -17,6 +17,7 @@ from typing import Any, Literal, NoReturn
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from evermoe.comm.courier import Sent
 from evermoe.comm.group import Group
@@ -28,12 +29,13 @@ from evermoe.config.membership import Membership
 from evermoe.config.placement import Placement
 from evermoe.config.variables import find_membership
 from evermoe.copies.protection import Protection
-from evermoe.copies.replay.replicas import find_arithmetic
+from evermoe.copies.replay.replayable import find_arithmetics
 from evermoe.copies.snapshot.store import SnapshotStore
 from evermoe.data.sampler import Sampler
 from evermoe.errors import JobFinished, PeerLost
 from evermoe.events import Listener, Protocol
 from evermoe.observe.listeners import combined, from_environment
+from evermoe.optim.combined import as_one, each_of
 from evermoe.planning.presets import PresetName
 from evermoe.planning.windows import Windows
 from evermoe.presets import PresetOptions
@@ -52,6 +54,7 @@ from evermoe.session.step_gradients import StepGradients
 from evermoe.session.training_inputs import TrainingInputs
 from evermoe.state.deferred import Deferral, Initializer, WeightSource, find_deferral
 from evermoe.state.loop_state import Stateful
+from evermoe.state.lr_schedule import as_one_schedule
 from evermoe.state.training_state import TrainingState
 
 logger = logging.getLogger(__name__)
@@ -67,7 +70,9 @@ class Session(BetweenSteps):
 
     Args:
         model: any module on one device; its `evermoe.MoE` layers are spread over the members, the rest is replicated.
-        optimizer: elementwise, over the model's parameters (torch.optim.AdamW with fused=True is a good choice).
+        optimizer: over the model's parameters (torch.optim.AdamW with fused=True is a good choice), or several of them
+            that each step some: a list with Muon for matrices and AdamW for the rest. On experts it is elementwise, or
+            steps each expert on its own.
         data: divides the global batches: an `ElasticLoader` or `ElasticSampler`, or a sampler of your own.
         preset: how the state is protected: the name of a preset, or its options, an object of `evermoe.presets`.
         replication: nodes that hold each unit's state after every step, those that train it included; 0 for no copies.
@@ -84,7 +89,8 @@ class Session(BetweenSteps):
         seed: seeds the global generators of torch, NumPy and `random` from (seed, step, rank) for the block of each
             step, so that a repeated step draws the same numbers. Afterwards they are as the script left them. None:
             they are not seeded.
-        scheduler: stepped by the session after each update, `ReduceLROnPlateau` with the step's loss.
+        scheduler: stepped by the session after each update, `ReduceLROnPlateau` with the step's loss; or several, each
+            of one of the optimizers.
         scaler: its settings scale the losses of training in float16. The session scales, scales back and updates.
         weights: source of the first weights of a model built in `evermoe.deferred`: a `WeightSource`, or a
             function that initialises a module. None: its constructors.
@@ -111,7 +117,7 @@ class Session(BetweenSteps):
     def __init__(
         self,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         data: Sampler,
         *,
         preset: PresetName | PresetOptions = "auto",
@@ -123,7 +129,7 @@ class Session(BetweenSteps):
         max_grad_norm: float | None = None,
         on_nonfinite: Literal["error", "skip"] = "error",
         seed: int | None = 0,
-        scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
+        scheduler: LRScheduler | Sequence[LRScheduler] | None = None,
         scaler: torch.amp.GradScaler | None = None,
         weights: WeightSource | Initializer | None = None,
         on_gradients: Callable[[StepGradients], object] | None = None,
@@ -151,14 +157,15 @@ class Session(BetweenSteps):
         self.model, self.optimizer, self.sampler, self.scheduler = model, optimizer, data, scheduler
         self.has_left = True
         """Whether the session has left its job, or has not begun."""
-        script = TrainingInputs(model, optimizer, data, scheduler, LossScale(scaler), config.stateful or {})
+        together, schedule = as_one(optimizer), as_one_schedule(scheduler)
+        script = TrainingInputs(model, together, data, schedule, LossScale(scaler), config.stateful or {})
         script.check(trains=joining.trains)
         script.claim(self)
-        deferral = find_deferral(model, optimizer, weights)
+        deferral = find_deferral(model, together, weights)
         is_sharded, choices = bool(config.shard_optimizer), config.copies.choices
         marks = choices.may_lose_tokens
-        self._state = TrainingState(model, optimizer, deferral=deferral, is_sharded=is_sharded, has_marks=marks)
-        arithmetic = find_arithmetic(optimizer) if config.sends_gradients else None
+        self._state = TrainingState(model, together, deferral=deferral, is_sharded=is_sharded, has_marks=marks)
+        arithmetics = find_arithmetics(together) if config.sends_gradients else {}
         job = joining.job or f"job-{os.getpid()}-{uuid.uuid4().hex[:8]}"
         node, folder = node_name(joining.node), job_folder(joining.memory_dir or DEFAULT, job)
         self._store = SnapshotStore(folder / node, self._state, config.copies.name)
@@ -166,7 +173,8 @@ class Session(BetweenSteps):
         for layer in self._state.layers.values():
             layer.split_as(choices.token_split)
         common = config.shared() | script.common() | {"first weights": _describe(deferral)}
-        rounding = arithmetic.variant if arithmetic else "none" if config.sends_gradients else ""
+        variants = [arithmetics[each].variant if each in arithmetics else "none" for each in each_of(together)]
+        rounding = ", ".join(variants) if config.sends_gradients else ""
         self._lighthouse, lighthouse = _find_lighthouse(joining.lighthouse)
         self._membership = MembershipManager(
             joining,
@@ -180,7 +188,7 @@ class Session(BetweenSteps):
         """The members that train: its `rank` and `size` change with them."""
         for layer in self._state.layers.values():
             layer.group = self.group
-        self._protection = Protection(self._state, self._store, self._membership, config.copies, arithmetic, emit)
+        self._protection = Protection(self._state, self._store, self._membership, config.copies, arithmetics, emit)
         parts = SessionContext(script, self._state, self._membership, self._protection, config, emit)
         self._driver = SessionDriver(parts, self._store.directory.parent, self.leave)
         self._protocol = CommitProtocol(

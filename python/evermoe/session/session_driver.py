@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 
 from evermoe.comm.vote import Ballot
-from evermoe.copies.replay.step_code import foreign_code, refuse_foreign_code
+from evermoe.copies.replay.replayable import refuse_code_in
+from evermoe.copies.replay.step_code import foreign_code
 from evermoe.errors import PeerLost, PersistFailed
 from evermoe.events import Begin, Copy, Gather, Reduce, Skipped, Update, Vote
 from evermoe.moe.layer import report_load
+from evermoe.optim.combined import each_of
 from evermoe.process.memory_folder import FINISHED, mark
 from evermoe.process.seeds import seeded
 from evermoe.session import gradients, step_notices
@@ -122,9 +124,8 @@ class SessionDriver(RecoveryDriver):
         """
         if self.is_stale(step):
             raise PeerLost(STALE)
-        own_code = foreign_code(self._script.optimizer)
-        if self._protection.replicas.repeats_steps:
-            refuse_foreign_code(own_code)
+        own_code = next(filter(None, map(foreign_code, each_of(self._script.optimizer))), None)
+        refuse_code_in(self._protection.replicas.arithmetics)
         self.guard.end_step(self._group.size)
         self.role_request.look()
         self._calls.end()

@@ -92,8 +92,8 @@ class RecoveryDriver(TrainingDriver):
         overlaps, device = self._config.shard_optimizer == "overlap", membership.device
         self._buckets = Buckets(self._script.model, self._state, membership, device, overlaps_gather=overlaps)
         self._early = EarlySurvey(self._state, self._protection.replicas.catch_up)
-        is_replayable = self._protection.replicas.is_replayable
-        self._standby = Standby(self._membership, self._state, store, self._config, is_replayable, self._emit)
+        replayable = self._protection.replicas.replayable
+        self._standby = Standby(self._membership, self._state, store, self._config, replayable, self._emit)
         self._role_switches = 0
         """Members that leave after the step and come back in their other role."""
         self._was_established = False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from evermoe.comm.membership import MembershipManager
@@ -23,7 +23,7 @@ class Standby:
         state: built, not in use yet.
         store: where its arenas will be.
         config: of the session.
-        is_replayable: whether a unit's steps can be repeated.
+        replayable: returns those of some units whose steps can be repeated.
         emit: called once all is ready, and again when members have changed.
     """
 
@@ -33,11 +33,11 @@ class Standby:
         state: TrainingState,
         store: SnapshotStore,
         config: SessionConfig,
-        is_replayable: Callable[[str], bool],
+        replayable: Callable[[Iterable[str]], set[str]],
         emit: Listener,
     ) -> None:
         self._membership, self._state, self._store, self._config = membership, state, store, config
-        self._is_replayable, self._emit = is_replayable, emit
+        self._replayable, self._emit = replayable, emit
         self._known: list[tuple[str, bool]] = []
         """Node of each rank that was reserved for, and whether it trains."""
         self._told: set[str] | None = None
@@ -81,7 +81,8 @@ class Standby:
         self._known = ranks
         config, state = self._config, self._state
         nodes, trains = [node for node, _ in ranks], [does for _, does in ranks]
-        sizes = expected_arenas(state, config.copies, config.placement, nodes, trains, self._is_replayable)
+        replayable = self._replayable(unit.name for unit in state.catalog.units)
+        sizes = expected_arenas(state, config.copies, config.placement, nodes, trains, replayable)
         if self._store.room is None:
             self._store.room = SpareRoom(self._store.directory, self._membership.id)
         room, fetched = self._store.room, sum(nbytes for _, nbytes in state.catalog.sizes())

@@ -18,9 +18,10 @@ from evermoe.errors import UnsupportedState
 from evermoe.moe.expert_copies import is_averaged_apart
 from evermoe.moe.experts import expert_layers
 from evermoe.moe.layer import layer_settings
+from evermoe.optim.combined import each_of
 from evermoe.session.loss_scale import LossScale
 from evermoe.state import loop_state
-from evermoe.state.lr_schedule import class_name
+from evermoe.state.lr_schedule import Scheduler, class_name, schedules_of
 from evermoe.state.training_state import TrainingState
 
 WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DataParallel", "AveragedModel")
@@ -30,6 +31,7 @@ SHARDED = ("DTensor", "ShardedTensor", "FlatParameter")
 MAX_FACTORS = 8
 """Operations at the end of a loss among which a scaler's factor is searched."""
 
+_SCHEDULED = "scheduled"
 _WHY = {"AveragedModel": "would be trained in place of the model that it averages"}
 _WHY_OTHERS = "reduces gradients or divides parameters itself, but a session does that, and its members change"
 
@@ -43,7 +45,7 @@ class TrainingInputs(NamedTuple):
     model: nn.Module
     optimizer: torch.optim.Optimizer
     sampler: Sampler
-    scheduler: torch.optim.lr_scheduler.LRScheduler | None
+    scheduler: Scheduler | None
     loss_scale: LossScale
     stateful: Mapping[str, loop_state.Stateful]
     """The script's own objects with state, by name."""
@@ -57,11 +59,13 @@ class TrainingInputs(NamedTuple):
         """Check all types, and on a member that trains the size of the loop's state.
 
         Raises:
-            ValueError: an input is of another type, or the first batch of a loader cannot be divided.
+            ValueError: an input is of another type, or a loader's first batch cannot be divided. Several optimizers
+                do not step each trainable parameter once. A scheduler is of none of them.
             UnsupportedState: an input divides or reduces parameters among processes itself, or averages them; or the
                 loop's states are no JSON, or too large.
         """
         check_types(model=self.model, optimizer=self.optimizer, sampler=self.sampler, scheduler=self.scheduler)
+        _check_shares(self.model, self.optimizer, self.scheduler)
         refuse_divided(self.model, self.optimizer)
         _refuse_averages(self.model)
         _refuse_missing_adapters(self.model)
@@ -101,9 +105,9 @@ class TrainingInputs(NamedTuple):
         layers = Counter(layer_settings(self.model))
         return {
             **{name: str(value) for name, value in self.sampler.settings().items()},
-            "optimizer": class_name(self.optimizer),
+            "optimizer": ", ".join(map(class_name, each_of(self.optimizer))),
             **_settings(self.optimizer),
-            "scheduler": class_name(self.scheduler),
+            "scheduler": ", ".join(map(class_name, schedules_of(self.scheduler))) or class_name(None),
             "MoE layers": " and ".join(f"{count} of {settings}" for settings, count in layers.items()),
             **self.loss_scale.settings(),
             **versions(),
@@ -114,13 +118,21 @@ def _settings(optimizer: torch.optim.Optimizer) -> dict[str, str]:
     """Return the settings of the optimizer's groups before the first step: of each group, or one if all are equal."""
     groups = [loop_state.group_options(group) for group in optimizer.param_groups]
     names = dict.fromkeys(name for group in groups for name in group)
-    # A scheduler changes some, and keeps the first learning rate as initial_lr. Names are in the layout's digest; how
-    # a step is computed is in `arithmetic`.
-    is_scheduled = any("initial_lr" in group for group in groups)
+    # Names are in the layout's digest; how a step is computed is in `arithmetic`.
     hidden = {"param_names", "fused", "foreach", "capturable", "differentiable"}
-    hidden |= set(loop_state.SCHEDULED) if is_scheduled else set()
-    found = {name: [str(group.get(name, "missing")) for group in groups] for name in names if name not in hidden}
-    return {f"optimizer's {name}": each[0] if len(set(each)) == 1 else ", ".join(each) for name, each in found.items()}
+    found = {name: [_setting(group, name) for group in groups] for name in names if name not in hidden}
+    return {
+        f"optimizer's {name}": each[0] if len(set(each)) == 1 else ", ".join(each)
+        for name, each in found.items()
+        if set(each) != {_SCHEDULED}
+    }
+
+
+def _setting(group: Mapping[str, Any], name: str) -> str:
+    """Return a setting as text; a scheduler changes some, and keeps the first learning rate as initial_lr."""
+    if "initial_lr" in group and name in loop_state.SCHEDULED:
+        return _SCHEDULED
+    return str(group.get(name, "missing"))
 
 
 def versions() -> dict[str, str]:
@@ -173,10 +185,36 @@ def check_types(**given: object) -> None:
     }
     for name, value in given.items():
         if not isinstance(value, kinds[name]) and not (name == "scheduler" and value is None):
-            message = f"expected {name} to be a {kinds[name].__module__}.{kinds[name].__name__}, got {value!r}"
+            got = [type(each).__name__ for each in value] if isinstance(value, list | tuple) else repr(value)
+            message = f"expected {name} to be a {kinds[name].__module__}.{kinds[name].__name__}, got {got}"
             if isinstance(value, DataLoader):
                 message += ": wrap it, evermoe.ElasticLoader(loader), or use ElasticSampler(len(dataset), batch_size)"
             raise ValueError(message)
+
+
+def _check_shares(model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Scheduler | None) -> None:
+    optimizers = each_of(optimizer)
+    for schedule in schedules_of(scheduler):
+        if not any(schedule.optimizer is each for each in optimizers):
+            raise ValueError(
+                f"the scheduler {type(schedule).__name__} is of another {type(schedule.optimizer).__name__} than the "
+                "session's: make it from an optimizer that the session gets"
+            )
+    if len(optimizers) == 1:
+        return
+    of: dict[int, list[str]] = {}
+    for number, each in enumerate(optimizers):
+        for parameter in (p for group in each.param_groups for p in group["params"]):
+            of.setdefault(id(parameter), []).append(f"{type(each).__name__} (number {number})")
+    for name, parameter in model.named_parameters():
+        found = of.get(id(parameter), [])
+        if len(found) > 1:
+            raise ValueError(f"parameter {name} is in {' and '.join(found)}: expected each parameter in one optimizer")
+        if not found and parameter.requires_grad:
+            raise ValueError(
+                f"parameter {name} is in none of the optimizers {optimizer!r}: add it to one of them, or freeze it "
+                "with requires_grad_(False)"
+            )
 
 
 def refuse_divided(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -186,7 +224,7 @@ def refuse_divided(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         UnsupportedState: there is one.
     """
     _refuse_wrappers(model)
-    if any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__):
+    if any(kind.__name__ == "ZeroRedundancyOptimizer" for each in each_of(optimizer) for kind in type(each).__mro__):
         raise UnsupportedState(
             "ZeroRedundancyOptimizer steps a part of the parameters on each process, but a member of a session "
             "steps all that it holds: give the session the optimizer that it wraps"

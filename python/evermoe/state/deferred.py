@@ -20,6 +20,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from evermoe.errors import UnsupportedState
 from evermoe.moe.experts import Experts, expert_layers
 from evermoe.moe.module_paths import named_parts
+from evermoe.optim.combined import each_of
 from evermoe.state.building import Building
 from evermoe.state.rebuild import Rebuild, own_random_numbers, seed_of
 from evermoe.state.recording import Recording, View
@@ -284,11 +285,12 @@ def find_deferral(
     """
     is_built = any(module in _built for module in model.modules())
     if is_built or any(parameter.is_meta for parameter in model.parameters()):
-        if any(optimizer.state.values()):
-            raise UnsupportedState(
-                f"{type(optimizer).__name__} has state of parameters that have no values yet: expected an optimizer "
-                "that makes its state in its first step, such as torch.optim.AdamW(fused=True)"
-            )
+        for each in each_of(optimizer):
+            if any(each.state.values()):
+                raise UnsupportedState(
+                    f"{type(each).__name__} has state of parameters that have no values yet: expected an optimizer "
+                    "that makes its state in its first step, such as torch.optim.AdamW(fused=True)"
+                )
         return Deferral(model, source)
     if source is not None:
         raise ValueError("weights is for a model that is built in evermoe.deferred() or on meta: this one has values")

@@ -146,17 +146,23 @@ def restore(progress: dict[str, Any], parts: LoopParts) -> None:
 
 def _set_groups(optimizer: torch.optim.Optimizer, options: list[dict[str, Any]]) -> None:
     for group, values in zip(optimizer.param_groups, options, strict=True):
-        for key, value in ((key, value) for key, value in values.items() if key in group):
-            if isinstance(group[key], Tensor):
-                group[key].fill_(value)
-            else:
-                group[key] = tuple(value) if isinstance(group[key], tuple) else value
+        _set_options(group, values)
+
+
+def _set_options(group: dict[str, Any], options: dict[str, Any]) -> None:
+    for key, value in ((key, value) for key, value in options.items() if key in group):
+        if isinstance(group[key], Tensor):
+            group[key].fill_(value)
+        else:
+            group[key] = tuple(value) if isinstance(group[key], tuple) else value
 
 
 class Settings(NamedTuple):
     """The settings of a script before the first step: those of the optimizer's groups, and its schedule."""
 
     groups: list[dict[str, Any]]
+    are_scheduled: list[bool]
+    """Whether a schedule changes each group."""
     scheduler: dict[str, Any]
     """Its state as `collect` has it; empty without one."""
     start: dict[str, Any]
@@ -166,10 +172,11 @@ class Settings(NamedTuple):
 def settings_of(parts: LoopParts, *, is_used: bool) -> Settings:
     """The settings of a script that has not trained yet; `is_used`: whether they may be used in place of the job's."""
     groups = [group_options(group) for group in parts.optimizer.param_groups]
+    are_scheduled = [lr_schedule.is_of(parts.scheduler, group) for group in parts.optimizer.param_groups]
     if parts.scheduler is None:
-        return Settings(groups, {}, {})
+        return Settings(groups, are_scheduled, {}, {})
     start = lr_schedule.snapshot(parts.scheduler) if is_used else {}
-    return Settings(groups, lr_schedule.state_of(parts.scheduler), start)
+    return Settings(groups, are_scheduled, lr_schedule.state_of(parts.scheduler), start)
 
 
 def restore_with(settings: Settings, progress: dict[str, Any], parts: LoopParts, steps: int) -> None:
@@ -181,8 +188,9 @@ def restore_with(settings: Settings, progress: dict[str, Any], parts: LoopParts,
     restore(others | {"optimizer": settings.groups}, parts)
     if parts.scheduler is not None:
         lr_schedule.replay(parts.scheduler, settings.start, steps, progress.get("scheduler", {}))
-    if isinstance(parts.scheduler, lr_schedule.Plateau):
-        _set_groups(parts.optimizer, [{"lr": group["lr"]} for group in progress["optimizer"]])
+    for group, job in zip(parts.optimizer.param_groups, progress["optimizer"], strict=True):
+        if lr_schedule.is_of(parts.scheduler, group, lr_schedule.Plateau):
+            _set_options(group, {"lr": job["lr"]})
 
 
 def advance(scheduler: Scheduler | None, loss: float) -> None:
@@ -192,22 +200,24 @@ def advance(scheduler: Scheduler | None, loss: float) -> None:
         scheduler: of the learning rate, if there is one.
         loss: of that step, which `ReduceLROnPlateau` looks at.
     """
-    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
-        scheduler.step(loss)
-    elif scheduler is not None:
-        scheduler.step()
+    for each in lr_schedule.schedules_of(scheduler):
+        if isinstance(each, lr_schedule.Plateau):
+            each.step(loss)
+        else:
+            each.step()
 
 
 def differences(progress: dict[str, Any], settings: Settings) -> dict[str, tuple[Any, Any]]:
     """Settings that differ between the script and the job: by name, the script's and the job's.
 
-    With a scheduler, without those of the optimizer that schedulers change.
+    Without those of an optimizer's groups that its schedule changes.
     """
     found = {}
-    for group, values in zip(settings.groups, progress["optimizer"], strict=True):
+    groups = zip(settings.groups, progress["optimizer"], settings.are_scheduled, strict=True)
+    for group, values, is_scheduled in groups:
         for name in group.keys() & values.keys():
             theirs = tuple(values[name]) if isinstance(group[name], tuple) else values[name]
-            if group[name] != theirs and not (settings.scheduler and name in SCHEDULED):
+            if group[name] != theirs and not (is_scheduled and name in SCHEDULED):
                 found[f"optimizer's {name}"] = group[name], theirs
     job = progress.get("scheduler", {})
     if not (settings.scheduler or job):

@@ -7,6 +7,7 @@ import functools
 import inspect
 import warnings
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -27,6 +28,46 @@ _PROGRESS = frozenset(("T_cur", "T_i", "verbose", "_get_lr_called_within_step", 
 """Attributes of torch's schedulers that change as they step; all others are constants."""
 
 
+class CombinedSchedule(torch.optim.lr_scheduler.LRScheduler):
+    """Schedules of several optimizers as one."""
+
+    def __init__(self, schedulers: Sequence[Scheduler]) -> None:
+        self._schedulers = list(schedulers)  # without the base class's constructor, which would take a first step
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states of all."""
+        return {INNER: [each.state_dict() for each in self._schedulers]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore all."""
+        for each, state in zip(self._schedulers, state_dict[INNER], strict=True):
+            each.load_state_dict(state)
+
+
+def as_one_schedule(given: Any) -> Any:
+    """Return one schedule for one or a sequence of them, and None for an empty one; anything else as it is."""
+    if isinstance(given, Sequence) and all(isinstance(each, Scheduler) for each in given):
+        return CombinedSchedule(given) if len(given) > 1 else next(iter(given), None)
+    return given
+
+
+def schedules_of(scheduler: Scheduler | None) -> list[Scheduler]:
+    """Return the schedules of a combined one; any other alone; none for None."""
+    if isinstance(scheduler, CombinedSchedule):
+        return scheduler._schedulers
+    return [] if scheduler is None else [scheduler]
+
+
+def is_of(scheduler: Scheduler | None, group: dict[str, Any], *kinds: type[Scheduler]) -> bool:
+    """Whether a schedule of these kinds, of any kind without, sets the learning rate of an optimizer's group."""
+    return any(
+        each is group
+        for schedule in schedules_of(scheduler)
+        if not kinds or isinstance(schedule, kinds)
+        for each in schedule.optimizer.param_groups
+    )
+
+
 def state_of(scheduler: Scheduler) -> dict[str, Any]:
     """Return a scheduler's state as JSON carries it, with its class, its functions' names, and inner schedulers."""
     state = {key: value for key, value in scheduler.state_dict().items() if key != INNER and is_plain(value)}
@@ -41,15 +82,25 @@ def load(scheduler: Scheduler, state: dict[str, Any]) -> None:
     """The inverse of `state_of`. Functions are the script's: JSON does not carry them.
 
     Raises:
-        UnsupportedState: the state is that of another class.
+        UnsupportedState: the state is that of another class, or of another number of schedulers.
     """
     theirs, own = state.get(CLASS), class_name(scheduler)
+    if isinstance(scheduler, CombinedSchedule):
+        theirs, own = _number(theirs, state), _number(own, {INNER: scheduler._schedulers})
     if theirs not in (None, own):
         raise UnsupportedState(
             f"the job was trained with the scheduler {theirs}, and this script has {own}, which cannot continue from "
             "its state: give the session the same scheduler, or Session(resume_settings='script') to take the script's"
         )
-    scheduler.load_state_dict(_own_part(scheduler, state))
+    if isinstance(scheduler, CombinedSchedule):
+        for each, own_state in zip(scheduler._schedulers, state[INNER], strict=True):
+            load(each, own_state)
+    else:
+        scheduler.load_state_dict(_own_part(scheduler, state))
+
+
+def _number(name: str | None, state: dict[str, Any]) -> str:
+    return f"{name} of {len(state.get(INNER, ()))} schedulers"
 
 
 def _own_part(scheduler: Scheduler, state: dict[str, Any]) -> dict[str, Any]:
@@ -160,6 +211,13 @@ def replay(scheduler: Scheduler, start: dict[str, Any], steps: int, job: dict[st
         steps: to take.
         job: state of the job's scheduler; empty if it has none.
     """
+    if isinstance(scheduler, CombinedSchedule):
+        number = len(scheduler._schedulers)
+        is_same = job.get(CLASS) == class_name(scheduler) and len(job[INNER]) == number
+        states = job[INNER] if is_same else [{}] * number
+        for each, own, state in zip(scheduler._schedulers, start[INNER], states, strict=True):
+            replay(each, own, steps, state)
+        return
     scheduler.load_state_dict(copy.deepcopy(start))
     if isinstance(scheduler, Plateau):
         if job.get(CLASS) in (None, class_name(scheduler)):

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from evermoe.errors import UnsupportedState
 from evermoe.moe.expert import ROW_ALIGNMENT
+from evermoe.optim.combined import each_of
 
 _ROWS, _ROW = 4, ROW_ALIGNMENT
 """Shape on which an optimizer is tried: rows of complete SIMD registers, so that it steps all of them the same way."""
@@ -42,16 +43,17 @@ def create_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module, e
         UnsupportedState: it treats experts of one stack otherwise than each alone, or its state is of a kind that units
             cannot hold, or starts neither from zeros nor from the parameter.
     """
-    _check_parameters(optimizer, model)
-    stacks = {id(stack) for stack in experts}
-    for group in optimizer.param_groups:
-        if any(id(parameter) in stacks for parameter in group["params"]):
-            _check_rows(optimizer, group)
-    masters = Masters(optimizer, {} if any(optimizer.state.values()) else _find_masters(optimizer))
-    if not any(optimizer.state.values()):
-        _start(optimizer, masters)
-    _check_optimizer_state(optimizer)
-    return masters
+    stacks, found = {id(stack) for stack in experts}, {}
+    for each in each_of(optimizer):
+        _check_parameters(each, model)
+        for group in each.param_groups:
+            if any(id(parameter) in stacks for parameter in group["params"]):
+                _check_rows(each, group)
+        found[each] = {} if any(each.state.values()) else _find_masters(each)
+        if not any(each.state.values()):
+            _start(each, Masters({each: found[each]}))
+        _check_optimizer_state(each)
+    return Masters(found)
 
 
 def _check_parameters(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
@@ -66,20 +68,24 @@ def _check_parameters(optimizer: torch.optim.Optimizer, model: nn.Module) -> Non
 
 
 class Masters:
-    """Find the tensors of an optimizer's state that start from the parameter itself; all others start from zeros.
+    """Find the tensors of optimizers' state that start from the parameter itself; all others start from zeros.
 
     Args:
-        optimizer: whose state it is.
-        names: of such tensors, by kind of parameter.
+        names: of such tensors, by optimizer and kind of parameter.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, names: Mapping[_Kind, Collection[str]]) -> None:
-        self._optimizer, self._names = optimizer, names
+    def __init__(self, names: Mapping[torch.optim.Optimizer, Mapping[_Kind, Collection[str]]]) -> None:
+        self._names = names
 
     def of(self, parameters: Collection[Tensor]) -> list[Collection[str]]:
-        """The names of such tensors for each of some parameters of the optimizer; none for others."""
-        kinds = {id(p): kind for kind, each in _by_kind(self._optimizer).items() for p in each}
-        return [self._names.get(kinds[id(p)], ()) if id(p) in kinds else () for p in parameters]
+        """The names of such tensors for each of some parameters of the optimizers; none for others."""
+        found: dict[int, Collection[str]] = {
+            id(p): names.get(kind, ())
+            for optimizer, names in self._names.items()
+            for kind, each in _by_kind(optimizer).items()
+            for p in each
+        }
+        return [found.get(id(p), ()) for p in parameters]
 
 
 def _start(optimizer: torch.optim.Optimizer, masters: Masters) -> None:
@@ -237,7 +243,7 @@ def _two_steps(
     try:
         twin = _twin(optimizer, group, scratch)
         if masters is not None:
-            _start(twin, Masters(twin, dict.fromkeys(_by_kind(twin), masters)))
+            _start(twin, Masters({twin: dict.fromkeys(_by_kind(twin), masters)}))
         for gradient in drawn[1:]:
             for parameter, part in zip(scratch, gradient.split(parts), strict=True):
                 parameter.grad = part.clone()

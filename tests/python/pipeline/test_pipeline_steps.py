@@ -188,6 +188,13 @@ def refused(module, optimizer=None, **options):
     return evermoe.PipelineSession(module, optimizer, lambda session: None, **PLACE | options)
 
 
+def test_several_optimizers_are_refused_by_name():
+    stage = torch.nn.Linear(2, 2)
+    optimizers = [torch.optim.Muon([stage.weight]), torch.optim.AdamW([stage.bias])]
+    with pytest.raises(UnsupportedState, match="PipelineSession: expected one optimizer, got 2: Muon, AdamW"):
+        refused(stage, optimizers)
+
+
 def test_routers_that_follow_the_load_are_refused_by_name():
     router = evermoe.Router(8, 4, 2, balance_rate=1e-3)
     stage = torch.nn.Sequential(evermoe.MoE.of(router, evermoe.Experts(evermoe.Expert(8, 16), 4)))

@@ -78,7 +78,13 @@ def train(group, kind, bucket_bytes, rest):
     alone = {each.unit for each in kept if each.primary != rest or each.unit != kept[2 * LAYERS * rest].unit}
     courier = Courier(connected(group, PATIENCE), None, "courier")
     copies = ReplayExchange(
-        state, kept, rank, calibrate(optimizer), alone=alone, bucket_bytes=bucket_bytes, keeps_previous=True
+        state,
+        kept,
+        rank,
+        {optimizer: calibrate(optimizer)},
+        alone=alone,
+        bucket_bytes=bucket_bytes,
+        keeps_previous=True,
     )
     begun = courier.submit(lambda: copies.begin_with(courier, 0, KeptCopies()))
     assert begun.wait(), begun.lost
@@ -138,7 +144,8 @@ def check(results, kind, rest):
 def test_a_gradient_that_cannot_be_encoded_takes_its_record_back():
     weight = nn.Parameter(torch.ones(4, 4))
     optimizer = torch.optim.SGD([weight], lr=0.1)
-    sender = GradientSender(optimizer, {"u": {"weight": weight}}, arithmetic=calibrate(optimizer), is_hooked=False)
+    arithmetics = {optimizer: calibrate(optimizer)}
+    sender = GradientSender(optimizer, {"u": {"weight": weight}}, arithmetics=arithmetics, is_hooked=False)
     sender.follow_unit("u")
     weight.grad = torch.ones(4, 4)
     [record] = sender.next_step_records(1, "u")

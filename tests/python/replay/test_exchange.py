@@ -40,7 +40,7 @@ def train(group, first_bytes, device="cpu", keeps_previous=False):
     ]
     courier = Courier(connected(group, PATIENCE), None, "courier")
     copies = exchange.ReplayExchange(
-        state, kept, group.rank, calibrate(optimizer), device=device, keeps_previous=keeps_previous
+        state, kept, group.rank, {optimizer: calibrate(optimizer)}, device=device, keeps_previous=keeps_previous
     )
     sent = [begin(courier, copies)]
     unread = {"begun": sorted(copies.stored(needed=()))}
@@ -72,7 +72,7 @@ def train_some(group, skipped, are_early):
     state.adopt({path: experts[group.rank]}, {})
     kept = [UnitProtection(expert_unit(path, e), "replayed", r, (1 - r,)) for r, each in experts.items() for e in each]
     courier = Courier(connected(group, PATIENCE), None, "courier")
-    copies = exchange.ReplayExchange(state, kept, group.rank, calibrate(optimizer), message_bytes=500)
+    copies = exchange.ReplayExchange(state, kept, group.rank, {optimizer: calibrate(optimizer)}, message_bytes=500)
     begin(courier, copies)
     sent = []
     for step in range(1, STEPS + 1):
@@ -180,7 +180,7 @@ def begin_everywhere(group):
     state.adopt({path: list(range(12)) if group.rank == 0 else []}, {})
     kept = [UnitProtection(expert_unit(path, expert), "replayed", 0, (1, 2)) for expert in range(12)]
     courier = Courier(connected(group, PATIENCE), None, "courier")
-    copies = exchange.ReplayExchange(state, kept, group.rank, calibrate(optimizer))
+    copies = exchange.ReplayExchange(state, kept, group.rank, {optimizer: calibrate(optimizer)})
     begin(courier, copies)
     found = {unit: value for unit, _, value in copies.stored()}
     if group.rank == 0:

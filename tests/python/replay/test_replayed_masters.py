@@ -35,8 +35,8 @@ class Trainer:
         self.optimizer = make(self.parameters)
         units = {f"experts.{index}": {"weights": Row(self.stack, index)} for index in range(EXPERTS)}
         units["dense"] = {"weight": self.weight, "bias": self.bias}
-        arithmetic = None if is_hooked else calibrate(self.optimizer)
-        self.sender = GradientSender(self.optimizer, units, arithmetic=arithmetic, is_hooked=is_hooked)
+        arithmetics = None if is_hooked else {self.optimizer: calibrate(self.optimizer)}
+        self.sender = GradientSender(self.optimizer, units, arithmetics=arithmetics, is_hooked=is_hooked)
         give_gradients(self, 0)  # a parameter that replicas cannot follow is laid out as its first step leaves it
         self.optimizer.step()
 

@@ -8,6 +8,7 @@ from evermoe import MoE, optim
 from evermoe.copies.replay.calibrate import calibrate
 from evermoe.copies.replay.exchange import rows_of
 from evermoe.copies.replay.replayable import is_repeatable
+from evermoe.copies.replay.source import rules_of
 from evermoe.copies.replay.step_bytes import repeat_step, step_bytes, write_step
 from evermoe.copies.replay.step_notes import StepNotes
 from evermoe.state.training_state import TrainingState
@@ -35,10 +36,11 @@ class Trainer:
         self.model = nn.ModuleDict({"dense": nn.Linear(8, 6), "moe": MoE(8, 8, 3), "norm": nn.BatchNorm1d(8)}).to(dtype)
         self.optimizer = make(self.model.parameters())
         self.state = TrainingState(self.model, self.optimizer)
-        arithmetic = calibrate(self.optimizer)
-        self.units = [unit for unit in self.state.catalog.units if is_repeatable(self.state, unit, arithmetic)]
+        arithmetics = {self.optimizer: calibrate(self.optimizer)}
+        rules = rules_of(self.optimizer, arithmetics)
+        self.units = [unit for unit in self.state.catalog.units if is_repeatable(self.state, unit, rules)]
         rows = {unit.name: rows_of(self.state, unit.name) for unit in self.units}
-        self.notes = StepNotes(self.optimizer, arithmetic, rows)
+        self.notes = StepNotes(self.optimizer, arithmetics, rows)
 
     def read(self, unit):
         data = torch.empty(unit.nbytes, dtype=torch.uint8)

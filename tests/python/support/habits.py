@@ -92,8 +92,10 @@ class Habit:
     loss: Callable[[Any, Any], torch.Tensor] = mean_loss
     step: Callable[[Any, Any], None] = lambda model, step: step.backward(mean_loss(model, DATA[step.indices]))
     model: Callable[[], nn.Module] = Model
-    optimizer: Callable[[Any], torch.optim.Optimizer] = adamw
+    optimizer: Callable[[Any], Any] = adamw
+    """One, or a list of several."""
     scheduler: Callable[[Any], Any] = lambda optimizer: None
+    """The same, of the optimizers."""
     scaler: Callable[[], Any] = lambda: None
     loader: Callable[[], Any] | None = None
     """Yields global batches, in place of a sampler."""
@@ -261,12 +263,45 @@ def of(kind, **options):
     return lambda model: kind([p for p in model.parameters() if p.requires_grad], **{"lr": 1e-2, **options})
 
 
+def muon_and_adamw(muon, **options):
+    """Muon for the head's matrix, and AdamW for the rest."""
+
+    def make(model):
+        matrices = [model.head.weight]
+        others = [p for p in model.parameters() if all(p is not each for each in matrices)]
+        return [muon(matrices, lr=1e-2), evermoe.optim.AdamW(others, **{"lr": 1e-2, **options})]
+
+    return make
+
+
+def warmup_and_plateau(optimizers):
+    return [
+        lr_scheduler.LinearLR(optimizers[0], 0.1, total_iters=5),
+        lr_scheduler.ReduceLROnPlateau(optimizers[1], factor=0.5, patience=0, threshold=0.02),
+    ]
+
+
+def listed(given):
+    """One or several as a list; None as none."""
+    return given if isinstance(given, list) else [] if given is None else [given]
+
+
+def rates(optimizers):
+    """The learning rates of all groups."""
+    groups = [group for each in listed(optimizers) for group in each.param_groups]
+    return {f"lr {number}": float(group["lr"]) for number, group in enumerate(groups)}
+
+
 def sequential(optimizer):
     parts = [lr_scheduler.LinearLR(optimizer, 0.1, total_iters=3), lr_scheduler.CosineAnnealingLR(optimizer, 20)]
     return lr_scheduler.SequentialLR(optimizer, parts, [3])
 
 
 AdamW, RAdam, Adagrad, RMSprop = (getattr(torch.optim, name) for name in ("AdamW", "RAdam", "Adagrad", "RMSprop"))
+SHARDED = {
+    "sharded": Habit(optimizer=muon_and_adamw(torch.optim.Muon), session={"shard_optimizer": True}),
+}
+"""Copies of what Muon steps are a step late, so that a step that was taken may be repeated."""
 HABITS = {
     "groups, tied, clipping, several backwards, cosine": Habit(
         model=lambda: Model(tied=True),
@@ -318,6 +353,7 @@ HABITS = {
     "14: tokens, micro-batches, gemini": Habit(
         loss=padded, step=count_tokens_of_parts, batch_size=10, session={"preset": "gemini"}
     ),
+    "two optimizers, two schedules": Habit(optimizer=muon_and_adamw(torch.optim.Muon), scheduler=warmup_and_plateau),
     "15: ReduceLROnPlateau": Habit(
         scheduler=lambda optimizer: lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.02)
     ),
@@ -340,35 +376,35 @@ def batches(habit):
 
 def plain(name: str) -> list[dict[str, float]]:
     """The report of each step of plain training."""
-    habit = HABITS[name]
+    habit = (HABITS | SHARDED)[name]
     model = habit.model()
-    optimizer = habit.optimizer(model)
-    scheduler, scaler = habit.scheduler(optimizer), habit.scaler()
+    optimizers = listed(given := habit.optimizer(model))
+    schedulers, scaler = listed(habit.scheduler(given)), habit.scaler()
     average = None
     if habit.ema is not None:
         multi = torch.optim.swa_utils.get_ema_multi_avg_fn(habit.ema)
         average = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=multi)
     found = []
     for tokens in itertools.islice(batches(habit), STEPS):
-        optimizer.zero_grad()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
         loss = habit.loss(model, tokens)
         if scaler is None:
             loss.backward()
         else:
             scaler.scale(loss).backward()
-            scaler.unscale_(optimizer)
+            scaler.unscale_(*optimizers)
         if habit.clip is not None:
             nn.utils.clip_grad_norm_(model.parameters(), habit.clip)
         if scaler is None:
-            optimizer.step()
+            for optimizer in optimizers:
+                optimizer.step()
         else:
-            scaler.step(optimizer)
+            scaler.step(*optimizers)
             scaler.update()
-        if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau):
-            scheduler.step(loss.item())
-        elif scheduler is not None:
-            scheduler.step()
-        found.append({"loss": loss.item(), "lr": float(optimizer.param_groups[0]["lr"])})
+        for scheduler in schedulers:
+            scheduler.step(*[loss.item()] * isinstance(scheduler, lr_scheduler.ReduceLROnPlateau))
+        found.append({"loss": loss.item(), **rates(optimizers)})
         if scaler is not None:
             found[-1]["scale"] = scaler.get_scale()
         if average is not None:
@@ -383,7 +419,7 @@ def plain(name: str) -> list[dict[str, float]]:
 
 def elastic(write: Callable[..., None], name: str, node: str, options: dict[str, Any]) -> None:
     """Trains in a session, and writes what is reported of each committed step."""
-    habit = HABITS[name]
+    habit = (HABITS | SHARDED)[name]
     model = habit.model()
     optimizer = habit.optimizer(model)
     scheduler, scaler = habit.scheduler(optimizer), habit.scaler()
@@ -412,7 +448,7 @@ def elastic(write: Callable[..., None], name: str, node: str, options: dict[str,
                 os.kill(os.getpid(), signal.SIGKILL)
             habit.step(model, step)
         if step.committed:
-            more = {"lr": float(optimizer.param_groups[0]["lr"])}
+            more = rates(optimizer)
             if scaler is not None:
                 more["scale"] = scaler.get_scale()
             if ema is not None:

@@ -109,6 +109,10 @@ class Arithmetic:
             adamw_(p, state["exp_avg"], state["exp_avg_sq"], gradients, steps)
 
 
+Arithmetics = Mapping[torch.optim.Optimizer, Arithmetic]
+"""Of those of a session's optimizers whose steps can be repeated."""
+
+
 def powers(betas: tuple[float, float], t: int, device: torch.device | str) -> tuple[float, float]:
     """Compute `beta**t` in float32 as torch's fused AdamW does on a CUDA device.
 

@@ -23,7 +23,7 @@ from evermoe.comm.courier import Courier, Message
 from evermoe.comm.pacer import AT_ONCE
 from evermoe.comm.tags import REPLAY_HEAD, REPLAY_TAIL
 from evermoe.comm.transport import Transfer
-from evermoe.copies.replay.calibrate import Arithmetic
+from evermoe.copies.replay.calibrate import Arithmetics
 from evermoe.copies.replay.early_gradients import MAX_MESSAGES, EarlyGradients
 from evermoe.copies.replay.early_states import MESSAGE_BYTES, EarlyStates
 from evermoe.copies.replay.frame import Frame
@@ -65,7 +65,7 @@ class ReplayExchange:
         state: this member's units.
         kept: replayed units, the same list on all members; replicas begin in this order.
         rank: of this member.
-        arithmetic: of the optimizer, from `evermoe.copies.replay.calibrate`; None: only full states can be sent.
+        arithmetics: of the optimizer; of parameters without one only full states can be sent.
         log_bytes: bound of the replica's log, raised to the largest gradient; None for `LOG_STEPS` gradients.
         keeps_previous: `stored` also yields the step before the newest, the only one at which other units are complete.
         device: device of the units that this member keeps.
@@ -79,7 +79,7 @@ class ReplayExchange:
         state: TrainingState,
         kept: Iterable[UnitProtection],
         rank: int,
-        arithmetic: Arithmetic | None,
+        arithmetics: Arithmetics,
         *,
         log_bytes: int | None = None,
         keeps_previous: bool = False,
@@ -99,7 +99,7 @@ class ReplayExchange:
         mine = list(dict.fromkeys(unit for units in self._to.values() for unit in units))
         theirs = [state.catalog.by_name[unit] for units in self._from.values() for unit in units]
         self.sender = GradientSender(
-            state.optimizer, {unit: rows_of(state, unit) for unit in mine}, arithmetic=arithmetic, is_hooked=False
+            state.optimizer, {unit: rows_of(state, unit) for unit in mine}, arithmetics=arithmetics, is_hooked=False
         )
         self.early = EarlyStates(
             state.catalog, self._holders, self._primaries, self.sender, state.optimizer, message_bytes

@@ -15,7 +15,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from evermoe.comm.courier import Courier
@@ -24,17 +23,15 @@ from evermoe.comm.membership import MembershipManager
 from evermoe.comm.pacer import Pacer
 from evermoe.comm.task import Task
 from evermoe.config.copies import CopyConfig
-from evermoe.copies.replay.calibrate import Arithmetic, calibrate
+from evermoe.copies.replay.calibrate import Arithmetics
 from evermoe.copies.replay.devices import check_device
 from evermoe.copies.replay.early_states import MESSAGE_BYTES
 from evermoe.copies.replay.exchange import ExchangeResult, ReplayExchange
 from evermoe.copies.replay.part import parts_of
 from evermoe.copies.replay.repeater import Damage
 from evermoe.copies.replay.replayable import can_replay
-from evermoe.copies.replay.step_code import foreign_code, foreign_step, refuse_foreign_code
-from evermoe.errors import NotReplayable
+from evermoe.copies.replay.source import rules_of
 from evermoe.events import Damaged, GradientsLogged, Listener
-from evermoe.optim.ema import is_averaged
 from evermoe.planning.schedule import DEFAULT_LINK
 from evermoe.presets import ReplayedCopies
 from evermoe.state.keeper import Assignment, Keeper
@@ -93,26 +90,6 @@ class ReplayedUnit:
         return self.copies.read(self.unit, step_of(self.version))
 
 
-def find_arithmetic(optimizer: torch.optim.Optimizer) -> Arithmetic | None:
-    """Return the arithmetic that repeats the optimizer's steps; None, with a warning, if there is none.
-
-    Raises:
-        UnsupportedState: the steps could be repeated, but code of the script runs in them.
-    """
-    try:
-        if is_averaged(optimizer):
-            raise NotReplayable("an average of the weights is kept, which gradients alone cannot reproduce")
-        foreign = foreign_step(optimizer)
-        if foreign is not None:
-            raise NotReplayable(f"{foreign} is neither torch's nor evermoe's, so no trial covers all that it may do")
-        arithmetic = calibrate(optimizer)
-    except NotReplayable as error:
-        logger.warning("copies are snapshots of the state, which take several times the bytes of gradients: %s", error)
-        return None
-    refuse_foreign_code(foreign_code(optimizer))
-    return arithmetic
-
-
 class Replicas(Keeper):
     """The replicas that follow this member's units, and those that it keeps for others.
 
@@ -120,7 +97,7 @@ class Replicas(Keeper):
         state: this member's units.
         membership: all members; replica nodes only keep copies.
         options: bound of the log, and device of the replicas.
-        arithmetic: of the optimizer, if its steps can be repeated.
+        arithmetics: of the optimizers whose steps can be repeated.
         emit: listener of the session.
         pacer: knows when the network is idle. Gradients, and states with which a plan begins, do not wait for that.
         message_bytes: maximum bytes of a message of other states.
@@ -131,7 +108,7 @@ class Replicas(Keeper):
         state: TrainingState,
         membership: MembershipManager,
         options: CopyConfig,
-        arithmetic: Arithmetic | None,
+        arithmetics: Arithmetics,
         emit: Listener,
         pacer: Pacer,
         message_bytes: int = MESSAGE_BYTES,
@@ -141,7 +118,8 @@ class Replicas(Keeper):
         self._pacer, self._message_bytes = pacer, message_bytes
         device = membership.device
         self.courier = Courier(membership.transport, pacer, "evermoe-gradients", device=device, link=DEFAULT_LINK)
-        self._arithmetic = arithmetic
+        self.arithmetics = arithmetics
+        """Of the optimizers whose steps other members may repeat from their gradients."""
         self._now: _ReplicaSet | None = None
         self._copies = NO_COPIES
         """Earlier copies with which replicas of the latest plan begin."""
@@ -174,14 +152,10 @@ class Replicas(Keeper):
 
     # ---- the plan
 
-    @property
-    def repeats_steps(self) -> bool:
-        """Whether other members may repeat steps of this one from its gradients."""
-        return self._arithmetic is not None
-
-    def is_replayable(self, unit: str) -> bool:
-        """Whether the unit's steps can be repeated, as far as this member knows."""
-        return self._arithmetic is not None and can_replay(self._state, unit, self._arithmetic)
+    def replayable(self, units: Iterable[str]) -> set[str]:
+        """Return the units among these whose steps can be repeated, as far as this member knows."""
+        rules = rules_of(self._state.optimizer, self.arithmetics)
+        return {unit for unit in units if can_replay(self._state, unit, rules)}
 
     def replan(self, assignment: Assignment) -> None:
         """Follow a new plan; `protect_all` and `release` must follow."""
@@ -202,7 +176,7 @@ class Replicas(Keeper):
             self._state,
             kept,
             rank,
-            self._arithmetic,
+            self.arithmetics,
             log_bytes=self._replayed.replay_log_bytes,
             keeps_previous=assignment.copies_late,
             device=self._replayed.replica_device,
@@ -214,7 +188,7 @@ class Replicas(Keeper):
         trainers = {each.unit: [members[rank] for rank in assignment.active[each.unit]] for each in kept}
         self._now, self._copies = _ReplicaSet(copies, assignment.generation, trainers), assignment.copies
         self._copied = {each.unit: 0 for each in kept if each.primary == rank and each.holders}
-        self._behind = {unit for unit in self._copied if not self.is_replayable(unit)}
+        self._behind = set(self._copied) - self.replayable(self._copied)
 
     def release(self, step: int) -> None:
         """Drop the copies of the previous plan: those of the latest one are complete on all members."""

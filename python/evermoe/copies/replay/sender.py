@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from evermoe.copies.replay.calibrate import Arithmetic, calibrate
+from evermoe.copies.replay.calibrate import Arithmetics, calibrate
 from evermoe.copies.replay.source import (
     Bytes,
     GradientRecord,
@@ -18,6 +18,7 @@ from evermoe.copies.replay.source import (
     Rule,
     Source,
     StepNumbers,
+    rules_of,
     wait_for_gradients,
 )
 from evermoe.copies.replay.step_counts import StepCounts
@@ -47,9 +48,10 @@ class GradientSender:
     Args:
         optimizer: the optimizer, with all its parameters.
         units: the parameters of each unit by name, complete or as a `Row`.
-        arithmetic: from `evermoe.copies.replay.calibrate`; None to calibrate now.
+        arithmetics: from `evermoe.copies.replay.calibrate`, by optimizer; None to calibrate now.
         is_hooked: False if the caller makes the messages before each step with `next_step_messages`, and reports the
-            step with `on_step`. The sender then does not calibrate: without an arithmetic it only sends full states.
+            step with `on_step`. The sender then does not calibrate, and only sends full states of a unit with a
+            parameter that has no arithmetic.
 
     Raises:
         ValueError: a name is used twice, or the index of a row is out of range.
@@ -60,11 +62,11 @@ class GradientSender:
         optimizer: torch.optim.Optimizer,
         units: Mapping[str, Mapping[str, Tensor | Row]],
         *,
-        arithmetic: Arithmetic | None = None,
+        arithmetics: Arithmetics | None = None,
         is_hooked: bool = True,
     ) -> None:
         self._optimizer = optimizer
-        self._arithmetic = self._calibrate() if arithmetic is None and is_hooked else arithmetic
+        found = self._calibrate() if arithmetics is None and is_hooked else arithmetics or {}
         self._counts = counts = StepCounts(optimizer)
         self._units = {
             unit: [Source(unit, name, of, counts) for name, of in named.items()] for unit, named in units.items()
@@ -73,9 +75,13 @@ class GradientSender:
         names = {source.record_name for source in self._sources}
         if len(names) < len(self._sources):
             raise ValueError("units: two parameters have the same unit and name joined by '/'; rename one")
-        groups = {id(p): index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
-        for source in self._sources:
-            self._set_rule(source, groups.get(id(source.parameter)))
+        rules = rules_of(optimizer, found)
+        for sources in self._units.values():
+            of_unit = [_rule(source, rules.get(id(source.parameter))) for source in sources]
+            # Messages before a step have gradients or states from before it: a unit with both would be at two steps.
+            is_usable = is_hooked or None not in of_unit
+            for source, rule in zip(sources, of_unit, strict=True):
+                source.rule = rule if is_usable else None
         self._numbers = StepNumbers(optimizer)
         self._last_step: int | None = None
         self._num_steps = 0
@@ -311,26 +317,28 @@ class GradientSender:
 
     # ---- what can be repeated
 
-    def _calibrate(self) -> Arithmetic | None:
+    def _calibrate(self) -> Arithmetics:
         try:
-            return calibrate(self._optimizer)
+            return {self._optimizer: calibrate(self._optimizer)}
         except NotReplayable as error:
             warn(f"replicas get the full state after each step, not gradients: {error}")
-            return None
+            return {}
 
-    def _set_rule(self, source: Source, group: int | None) -> None:
-        if self._arithmetic is None or group is None or source.parameter.dtype not in (torch.float32, *HALF):
-            return
-        if source.has_master and source.elements % 2:  # what follows it in a replica's memory would not be aligned
-            return
-        if source.row is not None and self._arithmetic.variant == "torch_cpu_fused" and source.elements % FUSED_ROW:
-            warn(
-                f"replicas get the full state of {source.record_name} after each step, not gradients: a row has "
-                f"{source.elements} elements, and torch's fused optimizer steps all rows the same way only if their "
-                f"size is a multiple of {FUSED_ROW}; use evermoe.optim"
-            )
-            return
-        source.rule = Rule(self._arithmetic, group)
+
+def _rule(source: Source, rule: Rule | None) -> Rule | None:
+    """Return the rule of a source's parameter if the steps of the source itself can be repeated by it."""
+    if rule is None or source.parameter.dtype not in (torch.float32, *HALF):
+        return None
+    if source.has_master and source.elements % 2:  # what follows it in a replica's memory would not be aligned
+        return None
+    if source.row is not None and rule.arithmetic.variant == "torch_cpu_fused" and source.elements % FUSED_ROW:
+        warn(
+            f"replicas get the full state of {source.record_name} after each step, not gradients: a row has "
+            f"{source.elements} elements, and torch's fused optimizer steps all rows the same way only if their "
+            f"size is a multiple of {FUSED_ROW}; use evermoe.optim"
+        )
+        return None
+    return rule
 
 
 def _factor(optimizer: torch.optim.Optimizer, options: dict[str, Any]) -> tuple[float, dict[str, Any]]:

@@ -13,10 +13,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from evermoe._native import RECORD_HEADER_BYTES, encode_gradient, seal_record, state_digest
-from evermoe.copies.replay.calibrate import Arithmetic
+from evermoe.copies.replay.calibrate import Arithmetic, Arithmetics
 from evermoe.copies.replay.step_counts import Stamp, StepCounts
 from evermoe.errors import UnsupportedState
 from evermoe.optim import HALF, MASTER
+from evermoe.optim.combined import each_of
 from evermoe.profile.memory import in_huge_pages
 from evermoe.state.unit import TensorSpec
 
@@ -46,6 +47,17 @@ class Rule:
         if self.arithmetic.rule == "adamw":
             return ["exp_avg", "exp_avg_sq", "step"]
         return ["momentum_buffer"] if optimizer.param_groups[self.group]["momentum"] else []
+
+
+def rules_of(optimizer: torch.optim.Optimizer, arithmetics: Arithmetics) -> dict[int, Rule]:
+    """Return the rule of each parameter whose steps can be repeated, by its id."""
+    arithmetic = [arithmetics.get(each) for each in each_of(optimizer) for _ in each.param_groups]
+    return {
+        id(parameter): Rule(found, number)
+        for number, (group, found) in enumerate(zip(optimizer.param_groups, arithmetic, strict=True))
+        if found is not None
+        for parameter in group["params"]
+    }
 
 
 class GradientRecord(NamedTuple):

@@ -10,8 +10,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from evermoe.copies.replay.calibrate import Arithmetic
-from evermoe.copies.replay.source import Row, Rule, Source, StepNumbers
+from evermoe.copies.replay.calibrate import Arithmetics
+from evermoe.copies.replay.source import Row, Source, StepNumbers, rules_of
 from evermoe.copies.replay.step_counts import StepCounts
 
 
@@ -37,23 +37,23 @@ class StepNotes:
 
     Args:
         optimizer: takes the steps.
-        arithmetic: of the optimizer.
+        arithmetics: of the optimizer.
         units: parameters of each unit by name, complete or as a `Row`, all of them in the optimizer.
     """
 
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        arithmetic: Arithmetic,
+        arithmetics: Arithmetics,
         units: Mapping[str, Mapping[str, Tensor | Row]],
     ) -> None:
         self._optimizer, self._counts, self._numbers = optimizer, StepCounts(optimizer), StepNumbers(optimizer)
         self._units = {
             unit: [Source(unit, name, of, self._counts) for name, of in named.items()] for unit, named in units.items()
         }
-        groups = {id(p): index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
+        rules = rules_of(optimizer, arithmetics)
         for source in (each for sources in self._units.values() for each in sources):
-            source.rule = Rule(arithmetic, groups[id(source.parameter)])
+            source.rule = rules[id(source.parameter)]
         self._latest: UnitSteps = {}
 
     def note_step(self, factor: float = 1.0) -> None:

@@ -10,7 +10,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 import evermoe
 from evermoe.copies.replay.calibrate import calibrate
-from evermoe.copies.replay.replicas import find_arithmetic
+from evermoe.copies.replay.replayable import find_arithmetics
 from evermoe.errors import UnsupportedState
 from evermoe.profile import Profiler
 from support.flat_options import grouped
@@ -275,5 +275,5 @@ def test_a_step_of_a_class_of_ones_own_is_not_repeated(caplog):
     """Although it has the bits of torch's in all trials: copies get the state after it."""
     optimizer = Clipping([torch.nn.Parameter(torch.randn(16, 16))], fused=True)
     assert calibrate(optimizer).variant == "torch_cpu_fused"
-    assert find_arithmetic(optimizer) is None
+    assert not find_arithmetics(optimizer)
     assert "Clipping.step of" in caplog.text
