@@ -177,42 +177,49 @@ class ExpertReducer:
             for host in hosts:
                 receive[host] += part.elements * (host != group.rank)
         wire = functools.reduce(torch.promote_types, (gradient.dtype for gradient in gradients))
-        outgoing = self._pack((part for parts in each.theirs for part in parts), gradients).to(wire)
-        incoming = group.all_to_all(outgoing, send, receive)
-        totals, summed = self._sum(each.mine, incoming.split(receive), gradients, group.rank)
-        returned = group.all_to_all(summed.to(wire), receive, send)
         theirs = [part for parts in each.theirs for part in parts]
-        return [*totals, *zip(theirs, returned.split([part.elements for part in theirs]), strict=True)]
-
-    @staticmethod
-    def _pack(parts: Iterable[Slice], gradients: Sequence[Tensor]) -> Tensor:
-        pieces = [part.of(gradients).reshape(-1) for part in parts]
-        return torch.cat(pieces) if pieces else gradients[0].new_empty(0)
+        outgoing = torch.empty(sum(send), dtype=wire, device=gradients[0].device)
+        shares = list(zip(theirs, outgoing.split([part.elements for part in theirs]), strict=True))
+        for part, share in shares:
+            share.view(part.rows, -1).copy_(part.of(gradients))
+        incoming = group.all_to_all(outgoing, send, receive)
+        totals = self._sum(each.mine, incoming.split(receive), gradients, group.rank)
+        group.all_to_all(incoming, receive, send, received=outgoing)
+        return [*totals, *shares]
 
     @staticmethod
     def _sum(
         mine: Sequence[tuple[Slice, list[int]]], incoming: Sequence[Tensor], gradients: Sequence[Tensor], rank: int
-    ) -> tuple[list[tuple[Slice, Tensor]], Tensor]:
-        """Sum the shards of this rank in rank order, at least in float32; return them, and laid out by destination."""
+    ) -> list[tuple[Slice, Tensor]]:
+        """Sum the shards of this rank in rank order, at least in float32; return them.
+
+        Each sum also replaces the shares of which it is made in `incoming`, which thus holds what each rank is to get.
+        Where no type is converted the sum is made there: sums of two are the same in either order.
+        """
         cursor = [0] * len(incoming)
-        outgoing: list[list[Tensor]] = [[] for _ in incoming]
         totals: list[tuple[Slice, Tensor]] = []
         for part, hosts in mine:
-            own = part.of(gradients).reshape(-1)
-            length, wide = part.elements, torch.promote_types(own.dtype, torch.float32)
-            total: Tensor | None = None
-            for host in hosts:
-                share = own if host == rank else incoming[host][cursor[host] : cursor[host] + length]
-                cursor[host] += length * (host != rank)
-                total = share.to(wide, copy=True) if total is None else total.add_(share)
-            assert total is not None
-            rounded = total.to(own.dtype)
-            totals.append((part, rounded))
+            own, length = part.of(gradients), part.elements
+            received = []
             for host in hosts:
                 if host != rank:
-                    outgoing[host].append(rounded)
-        pieces = [piece for pieces in outgoing for piece in pieces]
-        return totals, torch.cat(pieces) if pieces else gradients[0].new_empty(0)
+                    received.append(incoming[host][cursor[host] : cursor[host] + length].view_as(own))
+                    cursor[host] += length
+            shares = received.copy()
+            shares.insert(hosts.index(rank), own)
+            wide = torch.promote_types(own.dtype, torch.float32)
+            if wide == received[0].dtype == own.dtype:
+                total = torch.add(shares[0], shares[1], out=received[0])
+            else:
+                total = shares[0].to(wide) + shares[1]
+            for share in shares[2:]:
+                total.add_(share)
+            rounded = total.to(own.dtype)
+            for share in received:
+                if share is not rounded:
+                    share.copy_(rounded)
+            totals.append((part, rounded))
+        return totals
 
 
 def write_parts(sums: Iterable[tuple[Slice, Tensor]], gradients: Sequence[Tensor]) -> None:
