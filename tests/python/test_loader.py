@@ -2,6 +2,7 @@
 
 import gc
 import itertools
+import json
 import multiprocessing
 import random
 
@@ -65,6 +66,32 @@ def test_a_new_process_continues_where_the_state_was_taken(kind):
         assert second.consumed >= steps
         second.load_state_dict(state)
         assert take(second, 1) == expected[steps : steps + 1], "and back again"
+
+
+@pytest.mark.parametrize("size", [1, 5, 26, 40])
+def test_another_batch_size_or_data_set_continues_with_the_next_sample(size):
+    def of(batch_size, data=DATA):
+        return ElasticLoader(DataLoader(data, batch_size=batch_size, shuffle=len(data) == len(DATA)))
+
+    def read(loader, samples):
+        found = []
+        while len(found) < samples:
+            found += take(loader, 1)[0]
+        return found
+
+    expected = read(of(12), 120)
+    first = of(12)
+    used = read(first, 24)
+    for other in (size, 12):  # and back again
+        again = of(other)
+        again.load_state_dict(json.loads(json.dumps(first.state_dict())))
+        used, first = used + read(again, 20), again
+    assert used == expected[: len(used)]
+    of_epoch = len(used) % len(DATA)
+    for length in (of_epoch + 1, max(1, of_epoch)):  # with too few samples for this epoch, the next one begins
+        shorter = of(12, DATA[:length])
+        shorter.load_state_dict(first.state_dict())
+        assert take(shorter, 1)[0][0] == DATA[of_epoch if of_epoch < length else 0].tolist()
 
 
 def test_each_epoch_is_shuffled_by_the_seed():

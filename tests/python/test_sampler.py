@@ -37,7 +37,9 @@ def test_a_billion_samples_in_order_take_no_memory():
     sampler = ElasticSampler(10**9, 4, shuffle=False)
     sampler.consumed = 10**9 - 2
     assert sampler.batch().tolist() == [10**9 - 2, 10**9 - 1, 0, 1]
-    assert not sampler._permutations
+    sampler.advance()
+    sampler.change(num_samples=10**9 + 5)
+    assert [sampler.batch().tolist() for sampler.consumed in (2 * 10**9 - 2,)] == [[10**9 - 2, 10**9 - 1, 0, 1]]
 
 
 @pytest.mark.parametrize(
@@ -113,13 +115,66 @@ def test_another_batch_size_continues_with_the_next_sample():
     assert sorted(used + consume(larger, [1])) == list(range(10))
 
 
-@pytest.mark.parametrize("other", [{"num_samples": 11}, {"seed": 1}, {"shuffle": False}])
-def test_state_of_other_data_is_refused(other):
-    arguments = {"num_samples": 10, "batch_size": 4, "seed": 0, "shuffle": True}
-    state = ElasticSampler(**(arguments | other)).state_dict()
-    name = next(iter(other))
-    with pytest.raises(ValueError, match=f"taken with {name}={other[name]}, this sampler has {arguments[name]}"):
-        ElasticSampler(**arguments).load_state_dict(state)
+def resumed(sampler, **others):
+    """A sampler of a script that is started again with other arguments."""
+    again = ElasticSampler(**sampler._given | others)
+    again.load_state_dict(json.loads(json.dumps(sampler.state_dict())))
+    return again
+
+
+@pytest.mark.parametrize("in_a_new_process", [False, True])
+@pytest.mark.parametrize("seed", range(20))
+def test_changes_repeat_and_skip_nothing(seed, in_a_new_process):
+    draw = random.Random(seed)
+    settings = {"num_samples": draw.randint(1, 30), "batch_size": draw.randint(1, 20), "shuffle": seed % 3 > 0}
+    sampler = ElasticSampler(**settings, seed=seed)
+    left = set(range(sampler.num_samples))
+    for _ in range(40):
+        for sample in consume(sampler, [draw.randint(1, 4) for _ in range(draw.randint(0, 2))]):
+            left = left or set(range(sampler.num_samples))
+            left.remove(sample)
+        others = {"num_samples": draw.randint(1, 30), "batch_size": draw.randint(1, 20)}
+        others |= {"shuffle": draw.random() < 0.5, "seed": draw.randint(0, 2)}
+        others = {name: value for name, value in others.items() if draw.random() < 0.4}
+        if in_a_new_process:
+            sampler = resumed(sampler, **others)
+        else:
+            sampler.change(**others)
+            assert resumed(sampler).batch().tolist() == sampler.batch().tolist()
+        left &= set(range(sampler.num_samples))
+
+
+def test_an_epoch_is_finished_in_its_order_with_the_samples_that_exist():
+    whole, sampler = ElasticSampler(20, 20, seed=1), ElasticSampler(20, 4, seed=1)
+    first = whole.batch().tolist()
+    assert consume(sampler, [1, 1]) == first[:8]
+    sampler.change(num_samples=10, seed=2)
+    rest = [sample for sample in first[8:] if sample < 10]
+    following = ElasticSampler(10, 10, seed=2)
+    following.consumed = 10
+    sampler.change(batch_size=len(rest) + 10)
+    assert consume(sampler, [1]) == rest + following.batch().tolist()
+
+
+def test_a_wrong_change_changes_nothing():
+    sampler = ElasticSampler(10, 4)
+    before = sampler.state_dict()
+    with pytest.raises(ValueError, match="batch_size"):
+        sampler.change(num_samples=5, batch_size=0)
+    assert sampler.state_dict() == before
+
+
+def test_other_arguments_at_a_resume_are_named_once_and_count_from_there_on(caplog):
+    sampler = ElasticSampler(10, 4)
+    sampler.change(batch_size=2)  # in mid-run: the script that resumes does not undo it
+    consume(sampler, [1])
+    again = resumed(sampler, num_samples=12)
+    assert (again.batch_size, again.num_samples) == (2, 12)
+    assert "num_samples was 10 where its state was taken, and is 12 now" in caplog.text
+    caplog.clear()
+    assert resumed(again).state_dict() == again.state_dict()
+    assert resumed(again, batch_size=5).batch_size == 5
+    assert not caplog.text
 
 
 @pytest.mark.parametrize(("rank", "size"), [(-1, 2), (2, 2), (0, 0)])

@@ -31,7 +31,8 @@ class ElasticLoader:
     All members read the same global batches, and each keeps its part, which `with step as batch` yields.
 
     To resume, a loader with `state_dict` and `load_state_dict`, such as torchdata's `StatefulDataLoader`, continues
-    from its state. Any other loader is opened again and skips the batches of its epoch that were consumed. Each epoch
+    from its state. Any other loader is opened again and skips the samples of its epoch that were consumed, also when the
+    script that resumes gives it another batch size: the first batch may then be a shorter one. Each epoch
     opens the loader again, after `set_epoch(epoch)` of the loader, its sampler and its data set, if they have that
     method.
 
@@ -65,6 +66,8 @@ class ElasticLoader:
         self._iterator: Iterator[Any] | None = None
         self._epoch = self._taken = 0
         """The epoch, and the number of its batches that were consumed."""
+        self._samples = self._skipped = 0
+        """Samples of the epoch that were consumed, and those of them that are yet to be skipped by reading them."""
         self.consumed = 0
         """Samples of all committed batches."""
         self._state: dict[str, Any] = {}
@@ -106,7 +109,8 @@ class ElasticLoader:
 
     def advance(self) -> None:
         """Count the batch as consumed: its step is committed."""
-        self.consumed += _length(self._read()[1])
+        length = _length(self._read()[1])
+        self.consumed, self._samples = self.consumed + length, self._samples + length
         self._taken += 1
         self._batch = None
 
@@ -139,6 +143,7 @@ class ElasticLoader:
         if self._state and all(state[name] == self._state[name] for name in ("consumed", "epoch", "taken")):
             return  # already at that batch
         self._epoch, self._taken, self.consumed = (int(state[name]) for name in ("epoch", "taken", "consumed"))
+        self._samples, self._skipped = int(state["samples"]), 0
         self._iterator = None  # its worker processes end before others start
         self._lists, self._opened = dict(state.get("lists", {})), state.get("opened")
         self._is_large, self._batch, self._state = state.get("is_large", False), None, {}
@@ -149,7 +154,7 @@ class ElasticLoader:
         if place is not None and "loader" in state:
             self._iterator = self._batches(self._taken)
         else:
-            self._iterator = itertools.islice(self._batches(0), self._taken, None)
+            self._iterator, self._skipped = self._batches(0), self._samples
 
     @property
     def _is_stateful(self) -> bool:
@@ -203,16 +208,24 @@ class ElasticLoader:
             for batch in self._iterator:
                 reading = self._reading(batch)
                 self._lists |= reading.lists
+                if self._skipped >= _length(reading):
+                    self._skipped -= _length(reading)
+                    continue
+                if self._skipped:  # the loader's batches had another size
+                    batch, self._skipped = reading.cut(batch, slice(self._skipped, None)), 0
+                    reading = self._reading(batch)
                 self._has_read = True
                 return batch, reading
             if not self._taken:
                 break
             self._iterator, self._epoch, self._taken = None, self._epoch + 1, 0
+            self._samples = self._skipped = 0
         raise ValueError(f"ElasticLoader: expected at least one batch in epoch {self._epoch}, the loader has none")
 
     def _state_now(self) -> dict[str, Any]:
         """Return the state before the next batch is read."""
         state: dict[str, Any] = {"consumed": self.consumed, "epoch": self._epoch, "taken": self._taken}
+        state["samples"] = self._samples
         if self._lists:
             state["lists"] = dict(self._lists)
         if self._opened is not None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import logging
+import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -11,6 +14,8 @@ from torch import Tensor
 
 from evermoe.data.batches import Reading, read
 from evermoe.options import checked
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -70,11 +75,62 @@ class Sampler(Protocol):
         """Continue where `state` was taken."""
 
 
+@dataclass(frozen=True)
+class _Order:
+    """The samples of an epoch, or of its rest after a change, in the order in which they are read."""
+
+    epoch: int
+    num_samples: int
+    shuffle: bool
+    seed: int
+    begin: int = 0
+    """Samples consumed before this order."""
+    start: int = 0
+    """Position in the epoch at which it begins."""
+    limit: int = sys.maxsize
+    """Samples from this number on no longer exist, and are left out."""
+
+    def __len__(self) -> int:
+        return self.num_samples - self.start if self.limit >= self.num_samples else len(self._numbers)
+
+    @property
+    def end(self) -> int:
+        """Samples consumed with the end of this order."""
+        return self.begin + len(self)
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """Return samples `start` to `stop` of those of the order: int64; fewer at its end."""
+        numbers = self._numbers[start:stop]
+        return numbers if isinstance(numbers, Tensor) else torch.arange(numbers.start, numbers.stop)
+
+    @functools.cached_property
+    def _numbers(self) -> Tensor | range:
+        if not self.shuffle:
+            return range(self.start, max(self.start, min(self.num_samples, self.limit)))
+        left = self._permutation[self.start :]
+        return left if self.limit >= self.num_samples else left[left < self.limit]
+
+    @property
+    def _permutation(self) -> Tensor:
+        generator = torch.Generator().manual_seed((self.seed * 1_000_003 + self.epoch) % 2**63)
+        return torch.randperm(self.num_samples, generator=generator)
+
+    def rest(self, consumed: int, limit: int) -> _Order:
+        """Return what is left of the order after `consumed` samples in all, without samples from `limit` on."""
+        number = consumed - self.begin
+        next_sample = self.read(number, number + 1)
+        start = int((self._permutation == next_sample).nonzero()) if self.shuffle else int(next_sample)
+        return replace(self, begin=consumed, start=start, limit=min(limit, self.limit))
+
+
 class ElasticSampler:
     """Global batches of a fixed size, shuffled again each epoch, and divided among any number of members.
 
     Batch b takes samples b·B … b·B+B−1 of the endless sequence of epochs, each a permutation drawn from (seed, epoch).
-    The state is the number of consumed samples and three constants, so that it fits in every copy and checkpoint.
+    The state is the number of consumed samples and a few constants, so that it fits in every copy and checkpoint.
+
+    `change` sets another batch size or data set during the run. A script that is started again with other arguments
+    changes them at the sample from which it resumes.
 
     Args:
         num_samples: samples in the data set.
@@ -88,16 +144,80 @@ class ElasticSampler:
         self.batch_size = checked("batch_size", batch_size, int, least=1)
         self.shuffle, self.seed = checked("shuffle", shuffle, bool), checked("seed", seed, int)
         self.consumed = 0
-        self._permutations: dict[int, Tensor] = {}
+        self._given = self._current()
+        self._first = self._order(0)
+        """The epoch of the latest change, or its rest."""
+        self._recent: list[_Order] = []
+        """The orders that were read last: two, as a batch may begin in one and end in the next."""
+
+    def change(
+        self,
+        *,
+        num_samples: int | None = None,
+        batch_size: int | None = None,
+        shuffle: bool | None = None,
+        seed: int | None = None,
+    ) -> None:
+        """Continue with other settings from the next batch on. Values that are None or equal change nothing.
+
+            for step in session.steps(10_000):
+                if step.number >= 1000:
+                    sampler.change(batch_size=256)
+                with step as indices:
+                    ...
+
+        The epoch under way is finished in its order, without the samples that a smaller data set no longer has; the
+        other settings count from the next epoch on. So each sample of an epoch is still read once. In a session, call
+        it on all members, before `with step:`. Members that join get the settings with the state.
+
+        Args:
+            num_samples: samples in the data set.
+            batch_size: samples of a global batch.
+            shuffle: whether epochs are shuffled.
+            seed: of the permutations.
+
+        Raises:
+            ValueError: a value is wrong, and nothing is changed.
+        """
+        old = self._current()
+        given = {"num_samples": num_samples, "batch_size": batch_size, "shuffle": shuffle, "seed": seed}
+        new = old | {name: value for name, value in given.items() if value is not None}
+        if new == old:
+            return
+        new = ElasticSampler(**new)._current()  # checks them
+        if {**new, "batch_size": 0} != {**old, "batch_size": 0}:
+            at = self._order_at(self.consumed)
+            if at.begin == self.consumed and not at.start:
+                self._first = _Order(at.epoch, new["num_samples"], new["shuffle"], new["seed"], at.begin)
+            else:
+                self._first = at.rest(self.consumed, new["num_samples"])
+            self._recent = []
+        for name, value in new.items():
+            setattr(self, name, value)
+
+    def _current(self) -> dict[str, Any]:
+        names = ("num_samples", "batch_size", "shuffle", "seed")
+        return {name: getattr(self, name) for name in names}
+
+    def _order(self, epoch: int, begin: int = 0) -> _Order:
+        return _Order(epoch, self.num_samples, self.shuffle, self.seed, begin)
+
+    def _order_at(self, consumed: int) -> _Order:
+        """Return the order in which the sample after `consumed` others is."""
+        for known in (*self._recent, replace(self._first)):  # a copy, which takes its permutation along when it goes
+            if known.begin <= consumed < known.end:
+                return known
+        number = (consumed - self._first.end) // self.num_samples
+        return self._order(self._first.epoch + 1 + number, self._first.end + number * self.num_samples)
 
     def batch(self) -> Tensor:
         """Return the next global batch: int64 `[B]`; the same until `advance`."""
-        parts, left = [], self.batch_size
-        while left:
-            epoch, start = divmod(self.consumed + self.batch_size - left, self.num_samples)
-            stop = min(start + left, self.num_samples)
-            parts.append(self._permutation(epoch)[start:stop] if self.shuffle else torch.arange(start, stop))
-            left -= stop - start
+        parts, at = [], self.consumed
+        while at < self.consumed + self.batch_size:
+            order = self._order_at(at)
+            self._recent = [*(each for each in self._recent if each is not order), order][-2:]
+            parts.append(order.read(at - order.begin, self.consumed + self.batch_size - order.begin))
+            at += len(parts[-1])
         return torch.cat(parts)
 
     def share(self, rank: int, size: int) -> Share:
@@ -119,40 +239,35 @@ class ElasticSampler:
 
     def settings(self) -> dict[str, int | bool]:
         """Return the constructor's arguments, which must be the same on all members of a job."""
-        return {
-            "num_samples": self.num_samples,
-            "batch_size": self.batch_size,
-            "shuffle": self.shuffle,
-            "sampler_seed": self.seed,
-        }
+        return {"sampler_seed" if name == "seed" else name: value for name, value in self._given.items()}
 
-    def state_dict(self) -> dict[str, int | bool]:
+    def state_dict(self) -> dict[str, Any]:
         """Return the state needed to resume: plain numbers."""
-        return {
-            "consumed": self.consumed,
-            "num_samples": self.num_samples,
-            "seed": self.seed,
-            "shuffle": self.shuffle,
-        }
+        state = {"consumed": self.consumed, **self._current()}
+        if self._given != self._current():
+            state["given"] = self._given
+        return state if self._first == self._order(0) else state | {"order": asdict(self._first)}
 
-    def load_state_dict(self, state: dict[str, int | bool]) -> None:
-        """Continue where `state` was taken; the batch size may differ, the data may not.
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where `state` was taken.
 
-        Raises:
-            ValueError: the state belongs to another number of samples, seed or order.
+        Arguments of this sampler that differ from those of the sampler that had the state are changed from there on, as
+        by `change`; a warning names each that changes the samples.
         """
-        mine = self.state_dict()
-        for key in ("num_samples", "seed", "shuffle"):
-            if state[key] != mine[key]:
-                raise ValueError(
-                    f"ElasticSampler: the state was taken with {key}={state[key]}, this sampler has {mine[key]}; "
-                    "create the sampler with the values of the run that it continues"
-                )
+        names = self._given.keys()
+        given = state.get("given", {name: state[name] for name in names})
         self.consumed = int(state["consumed"])
-
-    def _permutation(self, epoch: int) -> Tensor:
-        if epoch not in self._permutations:
-            generator = torch.Generator().manual_seed((self.seed * 1_000_003 + epoch) % 2**63)
-            self._permutations = {e: p for e, p in self._permutations.items() if e >= epoch - 1}
-            self._permutations[epoch] = torch.randperm(self.num_samples, generator=generator)
-        return self._permutations[epoch]
+        for name in names:
+            setattr(self, name, state[name])
+        self._first = _Order(**state["order"]) if "order" in state else self._order(0)
+        self._recent = []
+        changed = {name: value for name, value in self._given.items() if value != given[name]}
+        self.change(**changed)
+        for name in changed.keys() - {"batch_size"}:
+            logger.warning(
+                "the sampler's %s was %s where its state was taken, and is %s now: the epoch under way is finished "
+                "with the samples that it had, as far as they exist, and the next one has all",
+                name,
+                given[name],
+                changed[name],
+            )

@@ -12,6 +12,7 @@ import logging
 import os
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -268,7 +269,7 @@ class Session(BetweenSteps):
                 break
             is_first = False
             if self._protocol.is_stepping:
-                share = self.sampler.share(self.group.rank, self.group.size)
+                share = partial(self.sampler.share, self.group.rank, self.group.size)
                 step = Step(self.step, self.generation, share, self._driver, self._commit, self._fail, self.group.drop)
                 yield step
                 if not step.is_entered and not self._driver.is_stale(step):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator
 from types import TracebackType
@@ -43,7 +44,7 @@ class Step:
     Args:
         number: steps committed before this one.
         generation: of the members among which the global batch is divided.
-        share: this member's part of the global batch.
+        share: returns this member's part of the global batch; called when the step needs it first.
         watcher: notified when the block is entered, and of each loss.
         commit: called as it is left; whether the step was taken.
         fail: called with what else ends it.
@@ -54,7 +55,7 @@ class Step:
         self,
         number: int,
         generation: int,
-        share: Share,
+        share: Callable[[], Share],
         watcher: Watcher,
         commit: Callable[[Step], bool],
         fail: Callable[[BaseException | None], None],
@@ -64,8 +65,6 @@ class Step:
         """Steps committed before this one."""
         self.generation = generation
         """Of the members among which the global batch is divided. After a recovery this attempt cannot be taken."""
-        self.indices = share.indices
-        """Numbers of this member's samples, int64."""
         self.committed = False
         """Whether all members have agreed on the step and taken it."""
         self.loss: Tensor | None = None
@@ -74,13 +73,24 @@ class Step:
         """Count of this member; None for losses that are means."""
         self.is_entered = False
         """Whether it was used as `with step:`."""
-        self._share, self._part = share, share
+        self._take_share = share
+        self._part: Share | None = None
+        """The current part of the share; None: all of it."""
         self._watcher, self._commit, self._fail, self._lose = watcher, commit, fail, lose
+
+    @functools.cached_property
+    def _share(self) -> Share:
+        return self._take_share()
+
+    @property
+    def indices(self) -> Tensor:
+        """Numbers of this member's samples, int64."""
+        return self._share.indices
 
     @property
     def weight(self) -> float:
         """This member's share of the global batch, in [0, 1]; inside `micro_batches`, that of the current part."""
-        return self._part.weight
+        return (self._part or self._share).weight
 
     def micro_batches(self, n: int) -> Iterator[Any]:
         """Yield this member's batch in n parts, to accumulate their gradients with less memory.
@@ -102,11 +112,11 @@ class Step:
                 self._begin_part(share)
                 yield share.batch
         finally:
-            self._begin_part(self._share)
+            self._begin_part(None)
 
-    def _begin_part(self, share: Share) -> None:
+    def _begin_part(self, share: Share | None) -> None:
         self._part = share
-        self._watcher.begin_part(share.weight)
+        self._watcher.begin_part(self.weight)
 
     def backward(self, loss: Tensor, *, count: float | Tensor | None = None) -> None:
         """Backpropagate `loss`, the mean over the batch, weighted by this member's share of the global batch.
@@ -139,10 +149,11 @@ class Step:
         self._watcher.end_backward()
 
     def __enter__(self) -> Any:
+        batch = self._share.batch
         self.is_entered = True
         self._watcher.begin_step(self)
-        self._begin_part(self._share)
-        return self._share.batch
+        self._begin_part(None)
+        return batch
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None

@@ -105,6 +105,8 @@ class Habit:
     batch_size: int = 12
     clip: float | None = 0.5
     session: dict[str, Any] = field(default_factory=dict)
+    change: Callable[[Any, Any, int], None] = lambda sampler, optimizers, number: None
+    """Called before each step with its number."""
     tolerance: float = 2e-6
 
 
@@ -113,6 +115,24 @@ class Habit:
 
 def plain_step(model, step):
     step.backward(cross_entropy(model, DATA[step.indices]))
+
+
+LENGTHS = (3, 5, 7)
+"""Lengths of sequences; each in three steps."""
+
+
+def grow(sampler, optimizers, number):
+    """Another data set, batch size and weight decay from some steps on; said again before each later step."""
+    if number >= 2:
+        sampler.change(num_samples=40)
+    if number >= 4:
+        sampler.change(batch_size=15)
+    for group in optimizers[0].param_groups if number >= 5 else ():
+        group["weight_decay"] = 0.3
+
+
+def growing_sequences(model, step):
+    step.backward(cross_entropy(model, DATA[step.indices][:, : LENGTHS[step.number // 3]]))
 
 
 def two_losses(model, step):
@@ -354,21 +374,24 @@ HABITS = {
         loss=padded, step=count_tokens_of_parts, batch_size=10, session={"preset": "gemini"}
     ),
     "two optimizers, two schedules": Habit(optimizer=muon_and_adamw(torch.optim.Muon), scheduler=warmup_and_plateau),
+    "18: batches, data and sequences that grow": Habit(loss=cross_entropy, step=growing_sequences, change=grow),
     "15: ReduceLROnPlateau": Habit(
         scheduler=lambda optimizer: lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.02)
     ),
 }
 
 
-def batches(habit):
+def batches(habit, optimizers):
     if habit.loader is not None:
         loader = habit.loader()
         return itertools.chain.from_iterable(loader for _ in itertools.count())
     sampler = habit.sampler() if habit.sampler else evermoe.ElasticSampler(SAMPLES, habit.batch_size)
 
     def all_batches():
-        while True:
-            yield DATA[sampler.share(0, 1).indices]
+        for number in itertools.count():
+            habit.change(sampler, optimizers, number)
+            tokens = DATA[sampler.share(0, 1).indices]
+            yield tokens if habit.step is not growing_sequences else tokens[:, : LENGTHS[number // 3]]
             sampler.advance()
 
     return all_batches()
@@ -385,7 +408,7 @@ def plain(name: str) -> list[dict[str, float]]:
         multi = torch.optim.swa_utils.get_ema_multi_avg_fn(habit.ema)
         average = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=multi)
     found = []
-    for tokens in itertools.islice(batches(habit), STEPS):
+    for tokens in itertools.islice(batches(habit, optimizers), STEPS):
         for optimizer in optimizers:
             optimizer.zero_grad()
         loss = habit.loss(model, tokens)
@@ -443,6 +466,7 @@ def elastic(write: Callable[..., None], name: str, node: str, options: dict[str,
         **grouped(options, node=node),
     )
     for step in session.steps(STEPS):
+        habit.change(sampler, listed(optimizer), step.number)
         with step:
             if node == "b" and step.number == DIES_IN:
                 os.kill(os.getpid(), signal.SIGKILL)
