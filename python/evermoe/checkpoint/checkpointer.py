@@ -10,6 +10,7 @@ import contextlib
 import itertools
 import sys
 import threading
+import time
 import uuid
 from collections.abc import Iterator
 from contextlib import suppress
@@ -84,23 +85,26 @@ class Checkpointer:
         self._has_warned = False
         """Whether a warning was issued that checkpoints are skipped while one is under way."""
         self._is_owed = False
-        """Whether the checkpoint that was under way when the members changed was given up."""
+        """Whether a checkpoint is written at the next opportunity: the one under way when the members changed was given
+        up, or one is scheduled by time."""
+        self._began = time.monotonic()
+        """When the latest checkpoint, or this session, began."""
         self._published = 0
         """Steps taken in the newest checkpoint on disk."""
         self.store: CheckpointStore | None = None
         """The checkpoints; None without a location to write to, and on a member that does not train."""
         where = find_location(options)
         if where is not None and is_read_only(where):
-            if options.interval:
+            if options.are_scheduled:
                 raise ValueError(
-                    f"checkpoints: interval is {options.interval} steps, but {where} is read-only: write to a "
-                    "folder, s3://, gs:// or az://"
+                    f"checkpoints: {options.schedule}, but {where} is read-only: write to a folder, s3://, gs:// or "
+                    "az://"
                 )
         elif where is not None and membership.role == "train":
             owner = Owner(membership.identity.job, state.catalog.layout)
             retention = Retention(options.keep, options.keep_interval)
             self.store = open_store(where, owner, membership.id, retention)
-            if options.interval:
+            if options.are_scheduled:
                 with suppress(OSError):  # the store may answer later
                     self._published = max(map(step_of, find(where, state.catalog.layout)), default=0)
 
@@ -155,6 +159,17 @@ class Checkpointer:
         """Return whether a checkpoint is under way and this member knows its outcome."""
         return self._write is not None and self._write.is_over
 
+    @property
+    def is_overdue(self) -> bool:
+        """Whether a checkpoint is scheduled by time, by this member's clock."""
+        seconds = self._options.time_interval
+        is_waiting = bool(seconds) and self.store is not None and self._write is None
+        return is_waiting and time.monotonic() - self._began >= seconds
+
+    def request(self) -> None:
+        """Write a checkpoint at the next opportunity; called on all members."""
+        self._is_owed = True
+
     def begin_if_due(self, version: int) -> bool:
         """Begin the checkpoint of the state of `version` if one is scheduled; on all members or on none.
 
@@ -186,6 +201,7 @@ class Checkpointer:
             active = self._state.active(group.size)
             self._mine = primary_units(self._state.catalog.units, active, group.rank, group.size)
         self._has_warned, attempt = False, next(self._attempts)
+        self._began = time.monotonic()
         self._worker = self._worker or Worker(THREAD)
         return CheckpointWrite(store, self._state, self._mine, version, generation, group, attempt, self._worker)
 
@@ -215,7 +231,7 @@ class Checkpointer:
 
     def lag(self, step: int) -> dict[str, int]:
         """Return the steps since the newest checkpoint, after `step` steps; empty if no checkpoints are scheduled."""
-        is_due = self.store is not None and self._options.interval
+        is_due = self.store is not None and self._options.are_scheduled
         return {"checkpoint": max(0, step - self._published)} if is_due else {}
 
     # ---- the end
@@ -241,8 +257,13 @@ class Checkpointer:
             self._record_published(version, path)
         self._newest, self._path = version, path
 
-    def save(self, version: int, path_or_name: str | Path | None) -> Location:
+    def save(self, version: int, path_or_name: str | Path | None, keep: int | None) -> Location:
         """Write a checkpoint of the current state, `version`, and wait for it; collective.
+
+        Args:
+            version: of the state.
+            path_or_name: as for `Session.save`.
+            keep: number of the newest checkpoints that are kept at another location than the session's own; None: all.
 
         Raises:
             ValueError: there is no location to write to.
@@ -260,14 +281,14 @@ class Checkpointer:
         if where == home:
             assert self._path is not None
             return self._path
-        return self._save_elsewhere(version, where)
+        return self._save_elsewhere(version, where, Retention(newest=sys.maxsize if keep is None else keep))
 
-    def _save_elsewhere(self, version: int, where: Location) -> Location:
-        """Write a checkpoint to a location other than the session's own. No checkpoint at that location is removed."""
+    def _save_elsewhere(self, version: int, where: Location, retention: Retention) -> Location:
+        """Write a checkpoint to a location other than the session's own."""
         owner = Owner(self._membership.identity.job, self._state.catalog.layout)
         store, problem = None, ""
         try:
-            store = open_store(where, owner, self._membership.id, Retention(newest=sys.maxsize))
+            store = open_store(where, owner, self._membership.id, retention)
         except (OSError, ValueError) as error:
             problem = str(error)
         try:

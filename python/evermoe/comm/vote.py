@@ -56,6 +56,8 @@ class Ballot(NamedTuple):
     """1 from a member whose script has its own code in the optimizer's step."""
     checkpoint_done: float = 0.0
     """1 from a member that knows the outcome of the checkpoint in progress."""
+    checkpoint_overdue: float = 0.0
+    """1 from a member by whose clock a checkpoint is scheduled."""
     save_done: float = 0.0
     """1 from a member that knows the outcome of the save in progress."""
     reported: float = 0.0

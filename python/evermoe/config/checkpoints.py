@@ -19,6 +19,9 @@ class Checkpoints(Options):
     _: KW_ONLY
     interval: int = option(0, shared=True, least=0, flag="checkpoint-interval")
     """Steps between checkpoints; 0: only the last one."""
+    time_interval: float = option(0.0, shared=True, least=0, flag="checkpoint-time-interval")
+    """Seconds after which a checkpoint is written if none has begun since the previous one; 0: none. Members begin it
+    at the end of the same step."""
     keep: int = option(2, shared=True, least=1, flag="keep-checkpoints")
     """Number of the newest checkpoints that are kept."""
     keep_interval: int = option(0, shared=True, least=0, flag="keep-checkpoint-interval")
@@ -36,8 +39,19 @@ class Checkpoints(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.interval and self.url is None:
+        if self.are_scheduled and self.url is None:
             raise ValueError(
-                f"checkpoints: interval is {self.interval} steps and there is no url to write to: give a folder or a "
-                "URL, Checkpoints('s3://bucket/run', interval=…), or leave interval out"
+                f"checkpoints: {self.schedule} and there is no url to write to: give a folder or a URL, "
+                "Checkpoints('s3://bucket/run', interval=…), or leave the interval out"
             )
+
+    @property
+    def are_scheduled(self) -> bool:
+        """Whether checkpoints are written before the end of the job."""
+        return bool(self.interval or self.time_interval)
+
+    @property
+    def schedule(self) -> str:
+        """The schedule, for messages."""
+        found = f"interval is {self.interval} steps" if self.interval else ""
+        return found or f"time_interval is {self.time_interval:g} seconds"

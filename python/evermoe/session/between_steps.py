@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from evermoe.checkpoint import full_state
 from evermoe.comm.group import Group
+from evermoe.options import checked
 from evermoe.session.base_session import BaseSession
 from evermoe.session.evaluation_data import add_up, own_batches, sum_over
 from evermoe.session.session_config import SessionConfig
@@ -163,12 +164,12 @@ class BetweenSteps(BaseSession):
         """
         self._driver.asks_to_stop = True
 
-    def save(self, path_or_name: str | Path | None = None) -> str | None:
+    def save(self, path_or_name: str | Path | None = None, *, keep: int | None = None) -> str | None:
         """Write a checkpoint now and wait for it.
 
             if step.committed and session.loss < best:
                 best = session.loss
-                session.save("best")
+                session.save("best", keep=1)
 
         All members that train call it, between steps, inside the loop of `steps`. `evermoe.load_weights` reads the
         checkpoint, and a session whose checkpoints are at that path resumes from it. Call it outside of `EMA.applied`,
@@ -176,20 +177,29 @@ class BetweenSteps(BaseSession):
 
         Args:
             path_or_name: a path, a URL, or a name without a slash, which becomes a folder below the session's
-                checkpoints. The session removes no checkpoints from it. None: one more among the session's own.
+                checkpoints. None: one more among the session's own.
+            keep: number of the newest checkpoints at that path, this one included, that are kept; the others are
+                removed when this one is complete. None: all. The session's own are kept as `Checkpoints` says.
 
         Returns:
             Path or URL of the checkpoint. None if a member was lost meanwhile: the session recovers before the next
             step, after which the call can be repeated.
 
         Raises:
-            ValueError: None or a name is given, but the session has no location for checkpoints.
+            ValueError: None or a name is given, but the session has no location for checkpoints; or `keep` is below 1,
+                or given without a path or name.
             PersistFailed: the checkpoint could not be written; the same on all members. Training can continue.
             RuntimeError: not inside the loop of `steps`.
         """
+        checked("keep", keep, int | None, least=1)
+        if keep is not None and path_or_name is None:
+            raise ValueError(
+                f"session.save: keep={keep} is for a path or a name; the session's own checkpoints are kept as "
+                "Checkpoints(keep=…) says"
+            )
         check_trains(self)
         self._driver.substitute.put_back()
-        return self._driver.saving.save(self._protocol.version, path_or_name)
+        return self._driver.saving.save(self._protocol.version, path_or_name, keep)
 
     def full_state_dict(self, folder: str | Path | None = None) -> dict[str, Any]:
         """Return the complete `model.state_dict()` on rank 0, with the experts of all members; collective.

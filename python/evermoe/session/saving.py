@@ -122,10 +122,10 @@ class Saving:
         except PeerLost as lost:
             warn_unwritten(version, lost)
 
-    def save(self, version: int, path_or_name: str | Path | None) -> str | None:
+    def save(self, version: int, path_or_name: str | Path | None, keep: int | None) -> str | None:
         """Write a checkpoint of `version` and wait for it; None if a member was lost meanwhile. Collective."""
         try:
-            path = self.checkpointer.save(version, path_or_name)
+            path = self.checkpointer.save(version, path_or_name, keep)
         except PeerLost as lost:
             self._group.drop(str(lost))
             warn_unwritten(version, lost)

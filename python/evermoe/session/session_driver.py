@@ -148,6 +148,7 @@ class SessionDriver(RecoveryDriver):
             capture_seconds=capture_seconds,
             step_seconds=step_seconds,
             checkpoint_done=float(self.saving.checkpointer.is_over),
+            checkpoint_overdue=float(self.saving.checkpointer.is_overdue),
             save_done=float(self.saving.is_save_over),
             reported=self.lost.reported,
             role_switches=float(self.lost.is_returning),
@@ -246,6 +247,8 @@ class SessionDriver(RecoveryDriver):
                     same_everywhere.compare_replicas(self._state, self._group)
                 if self._trains and sums.trainers == sums.checkpoint_done:
                     self.saving.checkpointer.advance()
+                if sums.checkpoint_overdue:
+                    self.saving.checkpointer.request()
                 self.window_planner.after(step)
         except PeerLost as lost:  # the step itself is taken; the next look finds the group broken
             self._group.drop(str(lost))

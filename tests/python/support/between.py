@@ -142,6 +142,11 @@ class Script:
         if self.session.step == 4:
             self.session.stop()
 
+    def overdue(self) -> None:
+        """By the clock of one member, an hour passes."""
+        if self.session.step == 3 and self.options.name == "b":
+            self.session._driver.saving.checkpointer._began -= 3600
+
     def stop_one(self) -> None:
         if self.session.step == 4 and self.options.name == "b":
             self.session.stop()
@@ -155,6 +160,7 @@ AFTER_STEP = {
     "alone": Script.alone,
     "save": Script.save,
     "checkpoint": Script.checkpoint,
+    "overdue": Script.overdue,
     "stop_all": Script.stop_all,
     "stop_one": Script.stop_one,
 }

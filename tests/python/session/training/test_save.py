@@ -1,9 +1,12 @@
 """Checkpoints that a script asks for: in the session's place, below it, and elsewhere."""
 
+import itertools
+import time
+
 import pytest
 import torch
 
-from evermoe import ElasticSampler, Membership, Session, load_weights
+from evermoe import Checkpoints, ElasticSampler, Membership, Session, load_weights
 from evermoe.errors import PersistFailed
 from evermoe.events import Checkpoint
 from support.between import scenario
@@ -55,6 +58,40 @@ def test_a_checkpoint_is_complete_when_save_returns(tmp_path, where):
     kept = sorted(path.name for path in folder.glob("step-*"))
     assert kept == [f"step-{step:08d}" for step in ((3, 4) if where is None else (1, 2, 3))]
     assert [event.step for event in events if isinstance(event, Checkpoint)] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_as_many_checkpoints_are_kept_as_the_script_says(tmp_path, keep):
+    train(tmp_path, 5, lambda session: session.step != 3 and session.save("best", keep=keep), checkpoints=tmp_path)
+    kept = sorted(path.name for path in (tmp_path / "best").glob("step-*"))
+    assert kept == [f"step-{step:08d}" for step in (4, 5)[-keep:]]
+    assert all(len(weights_of(tmp_path / "best" / name)) for name in kept)
+
+
+@pytest.mark.parametrize(("where", "keep"), [("best", 0), (None, 1), ("best", 1.5)])
+def test_a_wrong_number_to_keep_is_refused(tmp_path, where, keep):
+    with pytest.raises(ValueError, match="keep"):
+        train(tmp_path, 1, lambda session: session.save(where, keep=keep), checkpoints=tmp_path)
+
+
+def test_checkpoints_are_written_by_time(tmp_path):
+    options = Checkpoints(tmp_path / "home", time_interval=0.3, keep=9)
+    begun = []
+    _, events = train(
+        tmp_path, 20, lambda session: begun.append(time.monotonic()) or time.sleep(0.06), checkpoints=options
+    )
+    steps = [event.step for event in events if isinstance(event, Checkpoint)]
+    assert 2 <= len(steps) < 20 and steps[-1] == 20
+    times = [begun[step - 1] for step in steps[:-1]]
+    assert all(later - earlier > 0.25 for earlier, later in itertools.pairwise(times))
+
+
+def test_members_begin_a_checkpoint_by_the_clock_of_any_of_them(start_job, tmp_path):
+    job = start_job(2, checkpoints=str(tmp_path / "home"), checkpoint_time_interval=3600.0)
+    members = job.start_all({}, "ab", steps=6, **scenario("overdue"))
+    assert [each.join() for each in members] == [0, 0]
+    for each in members:
+        assert [event["step"] for event in each.events("checkpoint")] == [4, 6]
 
 
 def test_a_session_resumes_from_what_was_saved(tmp_path):
