@@ -145,8 +145,8 @@ def test_changes_repeat_and_skip_nothing(seed, in_a_new_process):
 
 
 def test_an_epoch_is_finished_in_its_order_with_the_samples_that_exist():
-    whole, sampler = ElasticSampler(20, 20, seed=1), ElasticSampler(20, 4, seed=1)
-    first = whole.batch().tolist()
+    complete, sampler = ElasticSampler(20, 20, seed=1), ElasticSampler(20, 4, seed=1)
+    first = complete.batch().tolist()
     assert consume(sampler, [1, 1]) == first[:8]
     sampler.change(num_samples=10, seed=2)
     rest = [sample for sample in first[8:] if sample < 10]

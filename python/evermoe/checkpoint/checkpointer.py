@@ -25,7 +25,7 @@ from evermoe.checkpoint.save_place import place_to_save
 from evermoe.comm.gather import gather_json, share_json
 from evermoe.comm.membership import MembershipManager
 from evermoe.comm.task import Worker
-from evermoe.config.checkpoints import Checkpoints
+from evermoe.config.checkpoints import Checkpoints, schedule_of
 from evermoe.errors import PersistFailed
 from evermoe.events import Checkpoint, Listener
 from evermoe.process.run_claim import Run
@@ -95,16 +95,15 @@ class Checkpointer:
         """The checkpoints; None without a location to write to, and on a member that does not train."""
         where = find_location(options)
         if where is not None and is_read_only(where):
-            if options.are_scheduled:
+            if schedule := schedule_of(options):
                 raise ValueError(
-                    f"checkpoints: {options.schedule}, but {where} is read-only: write to a folder, s3://, gs:// or "
-                    "az://"
+                    f"checkpoints: {schedule}, but {where} is read-only: write to a folder, s3://, gs:// or az://"
                 )
         elif where is not None and membership.role == "train":
             owner = Owner(membership.identity.job, state.catalog.layout)
             retention = Retention(options.keep, options.keep_interval)
             self.store = open_store(where, owner, membership.id, retention)
-            if options.are_scheduled:
+            if schedule_of(options):
                 with suppress(OSError):  # the store may answer later
                     self._published = max(map(step_of, find(where, state.catalog.layout)), default=0)
 
@@ -231,7 +230,7 @@ class Checkpointer:
 
     def lag(self, step: int) -> dict[str, int]:
         """Return the steps since the newest checkpoint, after `step` steps; empty if no checkpoints are scheduled."""
-        is_due = self.store is not None and self._options.are_scheduled
+        is_due = self.store is not None and schedule_of(self._options)
         return {"checkpoint": max(0, step - self._published)} if is_due else {}
 
     # ---- the end

@@ -194,7 +194,7 @@ class ExpertReducer:
         """Sum the shards of this rank in rank order, at least in float32; return them.
 
         Each sum also replaces the shares of which it is made in `incoming`, which thus holds what each rank is to get.
-        Where no type is converted the sum is made there: sums of two are the same in either order.
+        Where no type is converted it is made in one of them: a sum of two has the same bits in either order.
         """
         cursor = [0] * len(incoming)
         totals: list[tuple[Slice, Tensor]] = []

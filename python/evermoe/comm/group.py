@@ -205,13 +205,8 @@ class Group:
     ) -> torch.Tensor:
         """Exchange rows unevenly along dim 0: the first `send_counts[0]` rows go to rank 0, and so on.
 
-        `rows` is `[sum(send_counts), ...]`, contiguous; the result is `[sum(receive_counts), ...]`, by source rank.
-
-        Args:
-            rows: the rows to send, by destination.
-            send_counts: number for each rank.
-            receive_counts: number from each rank.
-            received: tensor for the result, which is returned; None for a new one.
+        `rows` is `[sum(send_counts), ...]`, contiguous; the result is `[sum(receive_counts), ...]`, by source rank, in
+        `received` if that is given.
         """
         if len(send_counts) != self.size or len(receive_counts) != self.size or sum(send_counts) != rows.shape[0]:
             raise ValueError(
@@ -223,12 +218,8 @@ class Group:
         if self.size == 1 and self.broken is None:
             return received.copy_(rows)
         rows = rows.contiguous()
-        options = c10d.AllToAllOptions()
-        self._call(
-            "all_to_all",
-            rows,
-            lambda pg: pg.alltoall_base(received, rows, receive_counts, send_counts, options),
-        )
+        counts, options = (receive_counts, send_counts), c10d.AllToAllOptions()
+        self._call("all_to_all", rows, lambda pg: pg.alltoall_base(received, rows, *counts, options))
         return received
 
     def exchange(

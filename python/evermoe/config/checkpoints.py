@@ -39,19 +39,15 @@ class Checkpoints(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.are_scheduled and self.url is None:
+        if (schedule := schedule_of(self)) and self.url is None:
             raise ValueError(
-                f"checkpoints: {self.schedule} and there is no url to write to: give a folder or a URL, "
+                f"checkpoints: {schedule} and there is no url to write to: give a folder or a URL, "
                 "Checkpoints('s3://bucket/run', interval=…), or leave the interval out"
             )
 
-    @property
-    def are_scheduled(self) -> bool:
-        """Whether checkpoints are written before the end of the job."""
-        return bool(self.interval or self.time_interval)
 
-    @property
-    def schedule(self) -> str:
-        """The schedule, for messages."""
-        found = f"interval is {self.interval} steps" if self.interval else ""
-        return found or f"time_interval is {self.time_interval:g} seconds"
+def schedule_of(options: Checkpoints) -> str:
+    """Return when checkpoints are written before the end of a job, for messages; empty if none are."""
+    if options.interval:
+        return f"interval is {options.interval} steps"
+    return f"time_interval is {options.time_interval:g} seconds" if options.time_interval else ""

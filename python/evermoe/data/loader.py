@@ -31,10 +31,9 @@ class ElasticLoader:
     All members read the same global batches, and each keeps its part, which `with step as batch` yields.
 
     To resume, a loader with `state_dict` and `load_state_dict`, such as torchdata's `StatefulDataLoader`, continues
-    from its state. Any other loader is opened again and skips the samples of its epoch that were consumed, also when the
-    script that resumes gives it another batch size: the first batch may then be a shorter one. Each epoch
-    opens the loader again, after `set_epoch(epoch)` of the loader, its sampler and its data set, if they have that
-    method.
+    from its state. Any other loader is opened again and skips the samples of its epoch that were consumed. Its batch
+    size may have changed; the first batch is then cut where those samples end. Each epoch opens the loader again, after
+    `set_epoch(epoch)` of the loader, its sampler and its data set, if they have that method.
 
     Each batch is read with the generators of `random`, NumPy and torch seeded from (seed, epoch, batch), and loader
     workers start with seeds from (seed, epoch). So all members shuffle and augment the same way, and reading a batch
@@ -66,8 +65,10 @@ class ElasticLoader:
         self._iterator: Iterator[Any] | None = None
         self._epoch = self._taken = 0
         """The epoch, and the number of its batches that were consumed."""
-        self._samples = self._skipped = 0
-        """Samples of the epoch that were consumed, and those of them that are yet to be skipped by reading them."""
+        self._samples = 0
+        """Samples of the epoch that were consumed."""
+        self._skipped = 0
+        """Those of them that are yet to be skipped by reading them."""
         self.consumed = 0
         """Samples of all committed batches."""
         self._state: dict[str, Any] = {}
@@ -78,8 +79,6 @@ class ElasticLoader:
         """Readings of lists in the batches so far, by their path."""
         self._opened: Any = None
         """The loader's state as JSON at the start of the epoch; None without one, or if it is large."""
-        self._has_read = False
-        """Whether a batch was read, so that the loader has a state."""
         self._is_large = False
         """Whether the loader's state is omitted until the end of the epoch."""
         self._has_warned = False
@@ -175,7 +174,7 @@ class ElasticLoader:
     def _open(self) -> Iterator[Any]:
         """Open the loader, and return the batches of the epoch."""
         self._prepare()
-        ended = self._loader_state() if self._has_read else None
+        ended = self._loader_state() if self.consumed else None  # before the first batch it may have no state
         iterator = self._batches(0)
         self._is_large, self._opened = False, self._state_at_start(ended)
         return iterator
@@ -208,19 +207,19 @@ class ElasticLoader:
             for batch in self._iterator:
                 reading = self._reading(batch)
                 self._lists |= reading.lists
-                if self._skipped >= _length(reading):
-                    self._skipped -= _length(reading)
-                    continue
-                if self._skipped:  # the loader's batches had another size
-                    batch, self._skipped = reading.cut(batch, slice(self._skipped, None)), 0
-                    reading = self._reading(batch)
-                self._has_read = True
-                return batch, reading
+                skipped, self._skipped = self._skipped, max(0, self._skipped - _length(reading))
+                if skipped < _length(reading):
+                    return self._without(skipped, batch, reading) if skipped else (batch, reading)
             if not self._taken:
                 break
             self._iterator, self._epoch, self._taken = None, self._epoch + 1, 0
             self._samples = self._skipped = 0
         raise ValueError(f"ElasticLoader: expected at least one batch in epoch {self._epoch}, the loader has none")
+
+    def _without(self, skipped: int, batch: Any, reading: Reading) -> tuple[Any, Reading]:
+        """Return a batch without its first samples; the loader's batches had another size when these were consumed."""
+        rest = reading.cut(batch, slice(skipped, None))
+        return rest, self._reading(rest)
 
     def _state_now(self) -> dict[str, Any]:
         """Return the state before the next batch is read."""

@@ -251,7 +251,7 @@ class ElasticSampler:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state` was taken.
 
-        Arguments of this sampler that differ from those of the sampler that had the state are changed from there on, as
+        Arguments of this sampler that differ from those with which the state was taken count from its next batch on, as
         by `change`; a warning names each that changes the samples.
         """
         names = self._given.keys()

@@ -82,7 +82,7 @@ def test_two_adapters_of_experts_are_chosen_as_peft_chooses():
 
 
 def test_a_rank_without_experts_takes_part_in_the_backward_of_adapters():
-    """Its empty rows depend on the adapters, although they have no gradient there."""
+    """Its empty rows depend on the adapters, whose gradients are zero in them."""
     model = make_elastic(adapted("experts"))
     layer = next(module for module in model.modules() if isinstance(module, evermoe.Experts))
     layer.ids, layer.weights = [], torch.nn.Parameter(layer.weights[:0].detach(), requires_grad=False)

@@ -53,7 +53,7 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def result(model: Any) -> dict[str, Any]:
-    """What a complete model has in the end: its adapters, and the loss of what they become part of."""
+    """Return the adapters of a complete model in the end, and the loss of the merged model."""
     adapters = {key: tensor.flatten().tolist() for key, tensor in get_peft_model_state_dict(model).items()}
     merged = model.merge_and_unload()
     assert not any(isinstance(module, peft.tuners.tuners_utils.BaseTunerLayer) for module in merged.modules())

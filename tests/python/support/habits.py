@@ -19,11 +19,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import evermoe
-from evermoe.data.sampler import Share
 from evermoe.moe.layer import update_balance
 from support.flat_options import grouped
+from support.habit_data import DATA, SAMPLES, VOCABULARY, OwnSampler, StatefulLoader, Stream
 
-VOCABULARY, WIDTH, SAMPLES = 16, 8, 60
+WIDTH = 8
 STEPS, DIES_IN = 8, 4
 lr_scheduler = torch.optim.lr_scheduler
 
@@ -52,14 +52,6 @@ class Model(nn.Module):
         if self.use_reentrant is None:
             return self.head(self.block(x))
         return self.head(checkpoint(self.block, x, use_reentrant=self.use_reentrant))
-
-
-def dataset():
-    """int64 `[SAMPLES, 7]`."""
-    return torch.randint(0, VOCABULARY, (SAMPLES, 7), generator=torch.Generator().manual_seed(1))
-
-
-DATA = dataset()
 
 
 def targets_of(tokens):
@@ -183,61 +175,6 @@ class Overflow(torch.autograd.Function):
 def large_gradients(model, tokens):
     """A loss that may be scaled by 2**17, and not by 2**21, also for a member that has a third of the batch."""
     return Overflow.apply(mean_loss(model, tokens), 2.0**109.5)
-
-
-class OwnSampler:
-    """Samples in order, as a script of one's own divides them."""
-
-    def __init__(self):
-        self.place = 0
-
-    def share(self, rank, size):
-        batch = torch.arange(self.place, self.place + 12) % SAMPLES
-        part = batch.tensor_split(size)[rank]
-        return Share(part, len(part) / len(batch))
-
-    def advance(self):
-        self.place += 12
-
-    def settings(self):
-        return {"samples": SAMPLES}
-
-    def state_dict(self):
-        return {"place": self.place}
-
-    def load_state_dict(self, state):
-        self.place = state["place"]
-
-
-class Stream(torch.utils.data.IterableDataset):
-    """Samples without numbers."""
-
-    def __iter__(self):
-        yield from DATA
-
-
-class StatefulLoader:
-    """Shuffled batches of an epoch, with a state of its own, as torchdata's loader."""
-
-    def __init__(self):
-        self._generator = torch.Generator()
-        self._place = 0
-        self._restored = False
-
-    def __iter__(self):
-        self._generator.manual_seed(7)
-        order = torch.randperm(SAMPLES, generator=self._generator)
-        self._place, self._restored = (self._place if self._restored else 0), False
-        while self._place + 12 <= SAMPLES:
-            self._place += 12
-            yield DATA[order[self._place - 12 : self._place]]
-
-    def state_dict(self):
-        return {"place": self._place, "generator": self._generator.get_state()}
-
-    def load_state_dict(self, state):
-        self._place, self._restored = state["place"], True
-        self._generator.set_state(state["generator"])
 
 
 def samples(model, step):
