@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from evermoe.moe.experts import Experts
     from evermoe.moe.layer import MoE, load_balancing_loss
     from evermoe.moe.router import Router
+    from evermoe.moe.routing import Routing, record_routing, replay_routing
     from evermoe.pipeline.pipeline import PipelineSession
     from evermoe.session.session import Session
     from evermoe.session.step import Step
@@ -47,6 +48,7 @@ _HOMES = {
     "Placement": "config.placement",
     "Router": "moe.router",
     "PipelineSession": "pipeline.pipeline",
+    "Routing": "moe.routing",
     "Session": "session.session",
     "Step": "session.step",
     "StepGradients": "session.step_gradients",
@@ -54,6 +56,8 @@ _HOMES = {
     "load_balancing_loss": "moe.layer",
     "load_weights": "checkpoint.checkpoint",
     "local_rank": "config.environment",
+    "record_routing": "moe.routing",
+    "replay_routing": "moe.routing",
 }
 """The module of each name."""
 _MODULES = ("errors", "events", "observe", "ops", "optim", "planning", "presets")
@@ -72,6 +76,7 @@ __all__ = [
     "PipelineSession",
     "Placement",
     "Router",
+    "Routing",
     "Session",
     "Step",
     "StepGradients",
@@ -79,6 +84,8 @@ __all__ = [
     "load_balancing_loss",
     "load_weights",
     "local_rank",
+    "record_routing",
+    "replay_routing",
 ]
 
 

@@ -1,5 +1,6 @@
 """Activation checkpointing of either kind computes the gradients of none, and counts the load once."""
 
+import functools
 import sys
 
 import numpy as np
@@ -91,6 +92,16 @@ def test_same_gradients_and_load(way):
     assert loads(model) == loads(plain)
     without = gradients(Repeats("none"), loss_of=lambda model, x, out: (out * x.roll(1, 0)).sum())
     assert (gradients(Repeats(way))["first.router.weight"] - without["first.router.weight"]).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_without_the_state_of_generators_recomputations_use_the_routing_of_the_forward(way, monkeypatch):
+    monkeypatch.setattr(f"{__name__}.checkpoint", functools.partial(checkpoint, preserve_rng_state=False))
+    plain, model = Repeats("none"), Repeats(way)
+    for each in (plain, model):
+        each.second.router.jitter = 0.2
+    for repeat in (1, 2):
+        torch.testing.assert_close(gradients(model, repeat=repeat), gradients(plain, repeat=repeat))
 
 
 @pytest.mark.parametrize("way", WAYS)

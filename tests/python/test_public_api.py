@@ -26,11 +26,11 @@ MODULES = [
     "evermoe.integrations.transformers",
     "evermoe.integrations.transformers.trainer",
 ]
-FROM_SESSION = {"Step", "StepGradients"}
-"""Classes whose objects come from a session alone: their constructors are not public."""
+NOT_MADE_BY_USERS = {"Routing", "Step", "StepGradients"}
+"""Classes whose objects come from a session or a block alone: their constructors are not public."""
 MAX_KEYWORDS = 15
 """Keyword options of a constructor or a function; what it cannot do without is positional."""
-MAX_NAMES = 65
+MAX_NAMES = 68
 """Public names, the event classes counted as one: a user reads about those that a listener of theirs needs."""
 
 
@@ -85,7 +85,7 @@ def described(name, value):
         return [f"{name}{signature_of(value)}"]
     if is_event(value):
         return [name, *(f"    {each.name}: {each.type}" for each in dataclasses.fields(value))]
-    is_made_by_users = value.__name__ not in FROM_SESSION and not issubclass(value, Exception)
+    is_made_by_users = value.__name__ not in NOT_MADE_BY_USERS and not issubclass(value, Exception)
     has_own = any(each.__module__.startswith("evermoe.") and "__init__" in vars(each) for each in value.__mro__)
     is_own = has_own and not issubclass(value, TrainingArguments)
     lines = [f"{name}{signature_of(value)}" if (is_own or is_tuple(value)) and is_made_by_users else name]

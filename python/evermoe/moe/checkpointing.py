@@ -1,8 +1,15 @@
-"""Activation checkpointing of an MoE layer: detects repeated forwards, and keeps the gradient of the balance loss.
+"""Activation checkpointing of an MoE layer: repeats the forward's routing, and keeps the balance loss's gradient.
 
-With `use_reentrant=False` the first forward records a graph, and nothing differs from a run without checkpointing. With
-`use_reentrant=True` it records none: the backward runs the forward again, with a graph. Torch connects the output. This
-module connects the layer's other result, `MoE.balance_loss`:
+A recomputation must send each token to the experts of the forward. A second choice may differ: the router's noise is
+drawn again under `preserve_rng_state=False`, kernels of a GPU may add in another order, and a replay of routing may
+have ended before the backward. So the first forward keeps its choice in the contexts of checkpointing that enclose it,
+and the recomputation takes it from them (`once`, `draw`). The contexts are torch's own objects, which live as long as
+the graph: `_CheckpointFrame`, found through the hooks for saved tensors, and that of `CheckpointFunction`, found in the
+call stack.
+
+The gradient of the balance loss: with `use_reentrant=False` the first forward records a graph, and nothing differs from
+a run without checkpointing. With `use_reentrant=True` it records none: the backward runs the forward again, with a
+graph. Torch connects the output. This module connects the layer's other result, `MoE.balance_loss`:
 
     first forward    balance_loss becomes the output of a node of its own, which belongs to a `Ticket`
     backward         loss → that node, which keeps its gradient in the ticket
@@ -17,23 +24,38 @@ backward raises an error.
 from __future__ import annotations
 
 import sys
-from collections import deque
+from collections.abc import Callable
 from types import CodeType, FrameType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.autograd.graph import _engine_run_backward
-from torch.utils.checkpoint import CheckpointFunction
+from torch.utils.checkpoint import CheckpointFunction, _checkpoint_hook, _recomputation_hook
 
 from evermoe.errors import UnsupportedState
 
+Value = TypeVar("Value")
+
 FORWARD, BACKWARD = "CheckpointFunction.forward", "CheckpointFunction.backward"
 """Functions in which reentrant checkpointing runs a function; libraries have copies of torch's."""
-TORCHS = {CheckpointFunction.forward.__code__: FORWARD, CheckpointFunction.backward.__code__: BACKWARD}
-OURS = "_evermoe_tickets"
-"""Attribute of a checkpointed function's context with the tickets of its layers, in the order of their forwards."""
+FRAMES = {f"{kind.__init__.__qualname__}.<locals>.pack_hook" for kind in (_checkpoint_hook, _recomputation_hook)}
+"""Hooks with which checkpointing without reentrance runs a function, or repeats it."""
+UNPACK = f"{_checkpoint_hook.__init__.__qualname__}.<locals>.unpack_hook"
+"""The function that repeats one without reentrance, also from within a backward of the other kind."""
+TORCHS = {
+    id(CheckpointFunction.forward.__code__): FORWARD,
+    id(CheckpointFunction.backward.__code__): BACKWARD,
+    **{
+        id(c): UNPACK
+        for c in _checkpoint_hook.__init__.__code__.co_consts
+        if getattr(c, "co_name", "") == "unpack_hook"
+    },
+}
+"""Names of torch's own functions; before Python 3.11 a code object has no qualified name."""
+OURS = "_evermoe_memory"
+"""Attribute of a checkpointed function's context with its `_Memory`."""
 
 
 def is_recomputing() -> bool:
@@ -51,6 +73,11 @@ def is_for_backward() -> bool:
     return torch.is_grad_enabled() or (not torch.compiler.is_compiling() and bool(_find_checkpoints().running))
 
 
+def is_enclosed() -> bool:
+    """Return whether activation checkpointing of either kind runs this forward, or repeats it."""
+    return _find_all() is not None
+
+
 def carry(layer: Any, y: Tensor, loss: Tensor) -> tuple[Tensor, Tensor]:
     """Connect a layer's output and its loss, so that reentrant checkpointing keeps the gradient of the loss, too.
 
@@ -66,11 +93,9 @@ def carry(layer: Any, y: Tensor, loss: Tensor) -> tuple[Tensor, Tensor]:
         return y, loss
     running, repeated = _find_checkpoints()
     if repeated is not None:
-        tickets = _tickets(repeated, layer)
-        if not tickets:
+        ticket = _memory(repeated).take((layer, "loss"))
+        if ticket is None:
             return y, loss
-        ticket = tickets.popleft()
-        tickets.append(ticket)  # another backward through the same graph uses them in the same order
         if not running:
             return _Carry.apply(y, loss, ticket), loss
     elif running:
@@ -78,8 +103,55 @@ def carry(layer: Any, y: Tensor, loss: Tensor) -> tuple[Tensor, Tensor]:
         with torch.enable_grad():
             loss = _Deferred.apply(loss.new_zeros((), requires_grad=True), loss, ticket)
     for context in running:
-        _tickets(context, layer).append(ticket)
+        _memory(context).keep((layer, "loss"), ticket)
     return y, loss
+
+
+def once(layer: Any, name: str, compute: Callable[[], Value]) -> Value:
+    """Return the result of `compute`; in a recomputation, the result that it had in the forward.
+
+    Inside `torch.compile` it is computed: what a compiled graph recomputes is the compiler's choice.
+
+    Args:
+        layer: of this forward.
+        name: of the result. A forward may have several of one name.
+        compute: returns tensors without a graph, or anything else.
+    """
+    contexts = _find_all()
+    if contexts is None:
+        return compute()
+    running, repeated, run = contexts
+    kept = None if repeated is None else _memory(repeated).take((layer, name), run)
+    value: Value = compute() if kept is None else kept[0]
+    for context in running:
+        _memory(context).keep((layer, name), (value,))
+    return value
+
+
+def draw(layer: Any, name: str, device: torch.device, sample: Callable[[], Tensor]) -> Tensor:
+    """Return random numbers; in a recomputation, those of the forward, also under `preserve_rng_state=False`.
+
+    The forward keeps the generator's state, not the numbers. The recomputation draws from the current generator, too,
+    so that whatever is drawn after it has the numbers that torch intends.
+
+    Args:
+        layer: of this forward.
+        name: of the numbers.
+        device: where they are drawn.
+        sample: draws them from the default generator of the device.
+    """
+    contexts = _find_all()
+    if contexts is None:
+        return sample()
+    generator = torch if device.type == "cpu" else torch.get_device_module(device)
+    place = () if device.type == "cpu" else (device,)
+    state = once(layer, name, lambda: generator.get_rng_state(*place))
+    numbers = sample()
+    if contexts.repeated is None:
+        return numbers
+    with torch.random.fork_rng(place, device_type=device.type if place else "cuda"):
+        generator.set_rng_state(state, *place)
+        return sample()
 
 
 def keep(layer: nn.Module, name: str, value: Tensor) -> None:
@@ -171,6 +243,8 @@ def _find_checkpoints(*, of_all: bool = False) -> _Checkpoints:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and (of_all or frame.f_code is not _engine_run_backward.__code__):
         name = _name(frame.f_code)
+        if name == UNPACK and not of_all:
+            break
         if name in (FORWARD, BACKWARD):
             context = frame.f_locals[frame.f_code.co_varnames[0]]
             if name == BACKWARD:
@@ -183,12 +257,83 @@ def _find_checkpoints(*, of_all: bool = False) -> _Checkpoints:
 def _name(code: CodeType) -> str:
     """Return the qualified name; before Python 3.11 only of torch's own checkpointing."""
     name: str = getattr(code, "co_qualname", "")
-    return TORCHS.get(code, name)
+    return TORCHS.get(id(code), name)  # a code object need not be hashable
 
 
-def _tickets(context: Any, layer: Any) -> deque[Ticket]:
-    """Return the tickets of a layer within a checkpointed function."""
+class _Enclosing(NamedTuple):
+    """Contexts of both kinds of checkpointing that enclose a forward, as of `_Checkpoints`."""
+
+    running: list[Any]
+    repeated: Any
+    run: Any
+    """An object of this repeat alone; None where repeats are always complete."""
+
+
+def _find_all() -> _Enclosing | None:
+    """Find the contexts of both kinds; None without one."""
+    if torch.compiler.is_compiling():
+        return None
+    top = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if top is None and torch.is_grad_enabled() and not is_recomputing():
+        return None
+    found, repeated, run = [], None, None
+    for pack in [] if top is None else _hooks():
+        if getattr(pack, "__qualname__", "") not in FRAMES or pack.__module__ != "torch.utils.checkpoint":
+            continue
+        cells = dict(zip(pack.__code__.co_freevars, pack.__closure__ or (), strict=True))
+        if "frame" not in cells:
+            repeated, run = cells["target_frame_ref"].cell_contents(), pack
+            break
+        found.append(cells["frame"].cell_contents)
+    running, reentrant = _find_checkpoints()
+    if not (found or running) and repeated is None and reentrant is None:
+        return None
+    if reentrant is not None:
+        repeated, run = reentrant, None
+    return _Enclosing(found + running, repeated, run)
+
+
+def _hooks() -> list[Any]:
+    """Return the hooks of this thread that pack saved tensors, from the inside out."""
+    hooks = torch._C._autograd
+    found = []
+    while (pair := hooks._top_saved_tensors_default_hooks(True)) is not None:
+        found.append(pair)
+        hooks._pop_saved_tensors_default_hooks()
+    for pair in reversed(found):
+        hooks._push_saved_tensors_default_hooks(*pair)
+    return [pack for pack, _ in found]
+
+
+class _Memory:
+    """Values of the forwards in a checkpointed function, in the order in which they came."""
+
+    def __init__(self) -> None:
+        self._values: dict[Any, list[Any]] = {}
+        self._places: dict[Any, int] = {}
+        self._run: Any = None
+
+    def keep(self, key: Any, value: Any) -> None:
+        """Keep a value of the forward."""
+        self._values.setdefault(key, []).append(value)
+
+    def take(self, key: Any, run: Any = None) -> Any:
+        """Return the next value in a repeat, and after the last one the first; None if there is none.
+
+        Args:
+            key: as of `keep`.
+            run: an object of this repeat, if repeats may end early.
+        """
+        if run is not self._run:
+            self._run, self._places = run, {}
+        values = self._values.get(key, [])
+        place = self._places.get(key, 0)
+        self._places[key] = (place + 1) % max(len(values), 1)
+        return values[place] if values else None
+
+
+def _memory(context: Any) -> _Memory:
     if not hasattr(context, OURS):
-        setattr(context, OURS, {})
-    found: dict[Any, deque[Ticket]] = getattr(context, OURS)
-    return found.setdefault(layer, deque())
+        setattr(context, OURS, _Memory())
+    found: _Memory = getattr(context, OURS)
+    return found

@@ -18,6 +18,7 @@ from evermoe.comm.collectives import all_reduce, all_to_all
 from evermoe.comm.group import Group
 from evermoe.errors import UnsupportedState
 from evermoe.moe import checkpointing, fp8_exchange, graph_ops
+from evermoe.moe.choice import Layer, end_choice
 from evermoe.moe.expert import Expert, Product
 from evermoe.moe.expert_copies import PartialExperts
 from evermoe.moe.forward_turns import Manner, Turns
@@ -28,7 +29,7 @@ from evermoe.planning import split_tokens
 from evermoe.planning.dispatch import SPLITS, SplitPolicy
 
 
-class Experts(PartialExperts):
+class Experts(PartialExperts, Layer):
     """E feed-forward experts, of which your router chooses K for each token.
 
     Outside a session the layer holds all experts. In an `evermoe.Session` each rank holds some, and an expert may have
@@ -172,6 +173,7 @@ class Experts(PartialExperts):
             ValueError: shapes do not fit, or the number of tokens exceeds `max_tokens`.
         """
         _check_shapes(x_TH, ids_TK, weights_TK, self.hidden)
+        ids_TK, weights_TK = end_choice(self, ids_TK, weights_TK)
         if not self.has_samples:
             ids_TK = torch.full_like(ids_TK, -1)
         return self.run(x_TH, ids_TK, weights_TK, in_graph=torch.compiler.is_compiling())

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from evermoe.comm.group import Group
 from evermoe.errors import UnsupportedState
-from evermoe.moe.checkpointing import is_recomputing_reentrant
+from evermoe.moe import checkpointing
 from evermoe.moe.expert import Product
 from evermoe.moe.forward_turns import Manner, Served
 from evermoe.moe.token_exchange import Exchange
@@ -93,14 +93,22 @@ def plan_exchange(
         CPU: rows to each rank, and from each rank.
 
     Raises:
-        UnsupportedState: reentrant checkpointing repeats the graph, which cannot carry the gradient of a loss.
+        UnsupportedState: reentrant checkpointing repeats the graph, which cannot carry the gradient of a loss; or the
+            repeated graph has chosen other experts.
     """
-    if is_recomputing_reentrant():
+    if checkpointing.is_recomputing_reentrant():
         raise UnsupportedState(
             "Experts: reentrant activation checkpointing around a compiled layer leaves the router's balance_loss "
             "without a gradient; call torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
         )
     found = _layers[int(layer)]
+    kept_E = checkpointing.once(found, "counts", lambda: counts_E)
+    if kept_E is not counts_E and not torch.equal(kept_E, counts_E):
+        raise UnsupportedState(
+            "Experts: activation checkpointing ran a compiled forward again, and the router has chosen other experts "
+            "than before: call torch.utils.checkpoint.checkpoint with preserve_rng_state=True, or inside the compiled "
+            "function"
+        )
     if found.turns is not None:
         found.turns.take(found, Manner(*manner))
     exchange = found.plan_exchange(counts_E)

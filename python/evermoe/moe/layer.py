@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from evermoe.moe import checkpointing
+from evermoe.moe.choice import begin_choice
 from evermoe.moe.expert import Activation, Expert
 from evermoe.moe.experts import Experts, expert_layers, sum_over_members
 from evermoe.moe.module_paths import named_parts
@@ -159,7 +160,8 @@ class MoE(nn.Module):
             raise ValueError(f"MoE: expected a mask of shape {list(x.shape[:-1])} as x has, got {list(mask.shape)}")
         x_TH = x.reshape(-1, self.hidden)
         mask_T = None if mask is None else mask.reshape(-1)
-        routes = self.router(x_TH, None if tokens is None else tokens.reshape(-1), mask_T)
+        choice = begin_choice(self.experts)
+        routes = self.router(x_TH, None if tokens is None else tokens.reshape(-1), mask_T, choice)
         y_TH = self.experts(x_TH, routes.ids_TK, routes.weights_TK)
         if routes.identity_T is not None:
             y_TH = y_TH + x_TH * routes.identity_T.unsqueeze(1).to(x_TH.dtype)

@@ -5,6 +5,7 @@ Shape suffixes: T tokens of this rank, H hidden width, K experts per token, E ex
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -12,6 +13,9 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
+
+from evermoe.moe import checkpointing
+from evermoe.moe.choice import Choice
 
 SCORES = ("softmax", "sigmoid", "chosen")
 Scores = Literal["softmax", "sigmoid", "chosen"]
@@ -164,7 +168,11 @@ class Router(nn.Linear):
         return found + "".join(f", {name}={value}" for name, (value, usual) in others.items() if value != usual)
 
     def forward(  # type: ignore[override]
-        self, x_TH: Tensor, tokens_T: Tensor | None = None, mask_T: Tensor | None = None
+        self,
+        x_TH: Tensor,
+        tokens_T: Tensor | None = None,
+        mask_T: Tensor | None = None,
+        choice: Choice | None = None,
     ) -> Routes:
         """Choose the experts of each token.
 
@@ -173,24 +181,29 @@ class Router(nn.Linear):
             tokens_T: integers `[T]`, ids of the tokens, for a router with a `vocabulary`.
             mask_T: `[T]`, 0 or False for padding: its experts are -1 with weight 0, and `probabilities_E` is the mean
                 over the other tokens. None: no token is padding.
+            choice: of a forward that is recorded, replayed or may be repeated: `MoE` gives it.
 
         Raises:
             ValueError: the router has a vocabulary, and `tokens_T` is missing or does not fit `x_TH`.
         """
         with torch.autocast(x_TH.device.type, enabled=False):
             if self.training and self.jitter > 0:
-                x_TH = x_TH * torch.empty_like(x_TH).uniform_(1 - self.jitter, 1 + self.jitter)
+                sample = partial(_factors_like, x_TH, self.jitter)
+                x_TH = x_TH * checkpointing.draw(self, "jitter", x_TH.device, sample)
             bias = None if self.bias is None else self.bias.float()
             logits_TE = F.linear(x_TH.float(), self.weight.float(), bias)
             scores_TE = logits_TE.sigmoid() if self.scores == "sigmoid" else logits_TE.softmax(-1)
             total_T1 = scores_TE.sum(-1, keepdim=True) if self.scores == "sigmoid" else 1.0
             probabilities_E = mean_of_tokens(scores_TE / total_T1, mask_T)
             if self.training and self.noise > 0:
-                logits_TE = logits_TE + torch.randn_like(logits_TE) * self.noise
+                noise_TE = checkpointing.draw(self, "noise", x_TH.device, partial(torch.randn_like, logits_TE))
+                logits_TE = logits_TE + noise_TE * self.noise
                 scores_TE = logits_TE.sigmoid() if self.scores == "sigmoid" else logits_TE.softmax(-1)
             if self.scores == "chosen":
                 scores_TE = logits_TE
             ids_TK = self._choose(scores_TE.detach()) if self.table is None else self._look_up(x_TH, tokens_T)
+            if choice is not None:
+                ids_TK = choice.choose(ids_TK)
             weights_TK = scores_TE.gather(1, ids_TK)
             if self.scores == "chosen":
                 weights_TK = weights_TK.softmax(-1)
@@ -198,6 +211,8 @@ class Router(nn.Linear):
                 weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + TINY)
             if self.scale != 1.0:
                 weights_TK = weights_TK * self.scale
+            if choice is not None:
+                weights_TK = choice.weigh(weights_TK)
             if mask_T is not None:
                 is_padding_T1 = ~mask_T.bool().unsqueeze(1)
                 ids_TK, weights_TK = ids_TK.masked_fill(is_padding_T1, -1), weights_TK.masked_fill(is_padding_T1, 0)
@@ -236,6 +251,10 @@ class Router(nn.Linear):
         """
         if self.balance is not None and self.balance_rate is not None:
             follow_load(self.balance, load_E, self.balance_rate)
+
+
+def _factors_like(x_TH: Tensor, jitter: float) -> Tensor:
+    return torch.empty_like(x_TH).uniform_(1 - jitter, 1 + jitter)
 
 
 def mean_of_tokens(scores_TE: Tensor, mask_T: Tensor | None) -> Tensor:

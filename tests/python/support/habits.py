@@ -154,6 +154,14 @@ def count_tokens_of_parts(model, step):
         step.backward(loss, count=int((targets >= 0).sum()))
 
 
+def replayed(model, tokens):
+    """Train with other experts than the routers choose: those of a rollout, one further."""
+    with torch.no_grad(), evermoe.record_routing(model) as rollout:
+        model(tokens[:, :-1])
+    with evermoe.replay_routing(model, (rollout.ids + 1) % 4):
+        return mean_loss(model, tokens)
+
+
 def autocast(model, tokens):
     with torch.autocast("cpu", torch.bfloat16):
         return mean_loss(model, tokens)
@@ -206,6 +214,14 @@ def balanced(model, tokens):
     update_balance(model)
     model.first.experts.count.reset()
     return cross_entropy(model, tokens)
+
+
+def with_two_of_four():
+    """Both layers use two of four experts for each token."""
+    model = Model(use_reentrant=False)
+    torch.manual_seed(1)
+    model.first, model.second = (evermoe.MoE(WIDTH, 8, 4, top_k=2, gated=gated) for gated in (False, True))
+    return model
 
 
 def groups(model):
@@ -302,6 +318,11 @@ HABITS = {
     ),
     "10: checkpointing": Habit(model=lambda: Model(use_reentrant=False)),
     "10: reentrant checkpointing": Habit(model=lambda: Model(use_reentrant=True)),
+    "routing of a rollout, checkpointing": Habit(
+        model=with_two_of_four,
+        loss=replayed,
+        step=lambda model, step: step.backward(replayed(model, DATA[step.indices])),
+    ),
     "11: EMA": Habit(ema=0.8),
     "12: IterableDataset": Habit(loader=lambda: torch.utils.data.DataLoader(Stream(), batch_size=12), step=samples),
     "12: loader with state": Habit(loader=StatefulLoader, step=samples),

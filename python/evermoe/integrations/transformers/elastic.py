@@ -19,6 +19,7 @@ from evermoe.integrations.transformers.router_loss import span_members
 from evermoe.moe.expert import Expert, Layout
 from evermoe.moe.experts import Experts, expert_layers
 from evermoe.moe.router import follow_load
+from evermoe.moe.routing import watch_routers
 
 DEQUANTISE = (
     "Load a quantised model with quantization_config=Mxfp4Config(dequantize=True) or FineGrainedFP8Config("
@@ -196,6 +197,7 @@ def make_elastic(model: nn.Module, *, balance_rate: float | None = None, **optio
             f"{' or '.join(BIASES)}"
         )
     span_members(model)
+    watch_routers(model)
     for layer, name in adapt(model, {m: m.adaptable for m in model.modules() if isinstance(m, ElasticExperts)}):
         layer.adapted.add(name)
     for module in model.modules():
