@@ -1,4 +1,4 @@
-"""AdamW and SGD, compared with torch's and with loops that only read and write the same memory, in one run.
+"""AdamW, SGD and Muon, compared with torch's and with loops that only read and write the same memory, in one run.
 
     python benches/bench_optim.py [--device cuda] [--json PATH] [--elements 8388608] [--threads 1 2] [--seconds 10]
 
@@ -11,6 +11,9 @@ single one. "8 of zeros" is close to the time of the arithmetic alone, which is 
 
 "one pass" clips a bfloat16 gradient, steps the float32 master and writes the bfloat16 weights; "separate passes" does
 the same with `mul_`, the step and `copy_`. "÷ separate" is the quotient of the times.
+
+Muon steps the matrices of 8 gated experts in one stack, and torch's the same matrices one by one. "÷ torch" is the
+quotient of the times.
 """
 
 import time
@@ -18,10 +21,13 @@ import time
 import torch
 import torch._inductor.config
 
+import evermoe
 from common import Table, medians, parse, parser, take_turns, where
 from evermoe.ops.optim import adamw_, adamw_step, sgd_, sgd_step
 
 BATCH = 8
+EXPERTS = evermoe.Expert(256, 512, gated=True), 8
+MUON, TORCH_MUON = "evermoe Muon, experts", "torch Muon, matrices"
 SEPARATE, ONE_PASS = "separate passes", "one pass"
 
 
@@ -60,6 +66,24 @@ def torch_step(elements, device, optimizer=torch.optim.AdamW, **kind):
     p, _, _ = state_of(elements, device)
     p.requires_grad_().grad = torch.full_like(p, 1e-3)
     return optimizer([p], **kind).step
+
+
+def muons(device):
+    """Return the candidates for experts by name: (function, steps that it takes, bytes that it moves)."""
+    layer = evermoe.Experts(*EXPERTS, device=device)
+    stack = layer.weights
+    stack.grad = torch.full_like(stack, 1e-3).normal_()
+    matrices = []
+    for row, gradient in zip(stack.detach(), stack.grad, strict=True):
+        for matrix, part in zip(EXPERTS[0].matrices(row), EXPERTS[0].matrices(gradient), strict=True):
+            matrices.append(torch.nn.Parameter(matrix.clone()))
+            matrices[-1].grad = part.clone()
+    ours, theirs = evermoe.optim.Muon([stack]), torch.optim.Muon(matrices)
+
+    def step_experts(layer=layer):  # which must live: its weights are known as a stack of experts by that
+        ours.step()
+
+    return {MUON: (step_experts, 1, 20 * stack.numel()), TORCH_MUON: (theirs.step, 1, 20 * stack.numel())}
 
 
 def benches(elements, device):
@@ -108,17 +132,21 @@ def main():
     arguments = parse(made)
     columns = {"candidate": "24s", "threads": "d", "us": "10.0f", "GB/s": "8.1f", "of limit": ".2f"}
     title = f"optim: torch {torch.__version__}, {where(arguments.device)}, {arguments.elements} elements"
-    table = Table(title, columns | {"Mparam-steps/s": ".0f", "÷ separate": ".2f"})
+    table = Table(title, columns | {"Mparam-steps/s": ".0f", "÷ separate": ".2f", "÷ torch": ".2f"})
     for threads in arguments.threads:
         torch.set_num_threads(threads)
         torch._dynamo.reset()
         torch._inductor.config.cpp.threads = threads  # otherwise the loop of "limit" keeps one thread
-        candidates = benches(arguments.elements, arguments.device)
+        candidates = benches(arguments.elements, arguments.device) | muons(arguments.device)
         functions = {name: function for name, (function, _, _) in candidates.items()}
         times = quiet_times(functions, arguments.seconds, arguments.device)
         for name, (_, steps, nbytes) in candidates.items():
             limit = times["SGD limit" if "SGD" in name else "limit"]
             figures = {"us": times[name], "GB/s": nbytes / times[name] / 1e3, "of limit": steps * limit / times[name]}
+            if "Muon" in name:
+                quotient = {"÷ torch": times[MUON] / times[TORCH_MUON]} if name == MUON else {}
+                table.add(candidate=name, threads=threads, us=times[name], **quotient)
+                continue
             rate = {"Mparam-steps/s": steps * arguments.elements / times[name]}
             if name == ONE_PASS:
                 rate["÷ separate"] = times[ONE_PASS] / times[SEPARATE]

@@ -9,6 +9,7 @@ from torch import nn
 
 from evermoe import ops, optim
 from evermoe.optim import SGD, AdamW
+from evermoe.optim.masters import takes_factor
 
 
 def make_model():
@@ -289,8 +290,8 @@ def test_own_step_of_a_subclass_takes_no_factor():
             return super().step(closure)
 
     parameters = [nn.Parameter(torch.ones(4))]
-    assert optim.takes_factor(AdamW(parameters)) and optim.takes_factor(type("Kin", (SGD,), {})(parameters))
-    assert not optim.takes_factor(Own(parameters)) and not optim.takes_factor(torch.optim.AdamW(parameters))
+    assert takes_factor(AdamW(parameters)) and takes_factor(type("Kin", (SGD,), {})(parameters))
+    assert not takes_factor(Own(parameters)) and not takes_factor(torch.optim.AdamW(parameters))
 
 
 def sparse(parameters):

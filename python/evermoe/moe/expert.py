@@ -140,6 +140,21 @@ class Expert:
         parts = weights_eW.split([*sizes, weights_eW.shape[1] - sum(sizes)], 1)
         return {name: part.unflatten(1, shape) for (name, shape), part in zip(self.shapes.items(), parts, strict=False)}
 
+    def matrices(self, row_W: Tensor) -> list[Tensor]:
+        """Return the matrices of one expert as views `[outputs, inputs]` of its row, gate and up apart."""
+        found = []
+        for name, view in self.views(row_W[None]).items():
+            if view.dim() == 2:  # a bias
+                continue
+            matrix = view[0].T if self.transposed else view[0]
+            if name != "gate_up":
+                found.append(matrix)
+            elif self.layout == "fused":
+                found += matrix.chunk(2)
+            else:
+                found += [matrix[::2], matrix[1::2]]
+        return found
+
     @torch.no_grad()
     def initialize(self, weights_eW: Tensor) -> None:
         """Initialize experts as `nn.Linear` does: uniform within ±1/sqrt(inputs); zeros in the padding."""

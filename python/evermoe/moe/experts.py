@@ -375,6 +375,11 @@ def sum_over_members(experts: Experts, values: Tensor) -> Tensor:
     return all_reduce(values, experts.group)
 
 
+def experts_by_stack() -> dict[int, Expert]:
+    """Return the definition of the experts in each layer of this process, by the id of the layer's weights."""
+    return {id(layer.weights): layer.expert for layer in graph_ops.live_layers() if isinstance(layer, Experts)}
+
+
 def expert_layers(model: nn.Module) -> dict[str, Experts]:
     """Return the experts of a model's MoE layers by module path, without wrappers, in module order."""
     return {name: module for name, module in named_parts(model) if isinstance(module, Experts)}

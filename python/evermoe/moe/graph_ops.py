@@ -45,6 +45,11 @@ def register(layer: Layer) -> Tensor:
     return torch.tensor(number, device="cpu")
 
 
+def live_layers() -> list[Layer]:
+    """Return all registered layers that still exist."""
+    return list(_layers.values())
+
+
 def takes_groups(device: torch.device, dtype: torch.dtype, widths: Sequence[int]) -> bool:
     """Return whether `grouped_mm` is fast for matrices of this dtype with rows of these lengths.
 

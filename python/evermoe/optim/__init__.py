@@ -5,13 +5,13 @@ the master rounded to nearest, ties to even.
 
 One pass over the memory multiplies the gradients by a factor, such as that of clipping, steps, and writes the rounded
 parameters. The product stays in float32, whatever the gradient's dtype.
+
+`Muon` multiplies matrices, and has masters and the factor, but its steps are not repeated elsewhere.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,57 +19,19 @@ from torch.optim.optimizer import ParamsT
 
 from evermoe.ops.optim import adamw_all_, adamw_step, sgd_all_, sgd_step
 from evermoe.optim.ema import EMA
+from evermoe.optim.masters import HALF, MasterOptimizer
+from evermoe.optim.muon import Muon
 
-__all__ = ["EMA", "SGD", "AdamW"]
-
-HALF = torch.bfloat16, torch.float16
-"""Dtypes of parameters that have a master."""
-MASTER = "master_param"
-"""Name of the master in the state."""
+__all__ = ["EMA", "SGD", "AdamW", "Muon"]
 
 
-class _Optimizer(torch.optim.Optimizer):
-    """Base class of the optimizers: checks their groups, and steps all parameters in one call."""
+class _Kernels(MasterOptimizer):
+    """Base class of the optimizers that step all parameters in one call of a kernel."""
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters with their own options; missing options default to the constructor's.
+    def _check_group(self, group: dict[str, Any]) -> None:
+        self._numbers(group, 1, 1.0)
 
-        Raises:
-            ValueError: as the constructor; TypeError, too. The group is not added then.
-        """
-        super().add_param_group(param_group)
-        try:
-            self._numbers(self.param_groups[-1], 1, 1.0)
-            _check_parameters(self.param_groups[-1]["params"])
-        except Exception:
-            del self.param_groups[-1]
-            raise
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None, *, factor: float = 1.0) -> Any:
-        """Step all parameters that have a gradient; if it raises, none.
-
-        Args:
-            closure: recomputes the loss and its gradients before the step.
-            factor: multiplies the gradients, in float32; their tensors keep their values.
-
-        Returns:
-            The result of the closure.
-
-        Raises:
-            ValueError: an option was set to a value out of range, or the factor is not a finite number of 0 or more.
-            RuntimeError: a gradient has another dtype or device, or is sparse; or a CUDA graph is being captured, which
-                would replay the learning rate and the step number of this step.
-        """
-        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                f"evermoe.optim.{type(self).__name__}: expected no capture of a CUDA graph: the learning rate and the "
-                "number of the step are read on the host. Call step() outside of the graph"
-            )
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def _step(self, factor: float) -> None:
         parameters, gradients, rows = [], [], []
         for group in self.param_groups:
             numbers: dict[int, Tensor] = {}
@@ -84,27 +46,6 @@ class _Optimizer(torch.optim.Optimizer):
                 rows.append(numbers[t])
         if parameters:
             self._step_all(parameters, [_readable(gradient) for gradient in gradients], torch.stack(rows))
-        return loss
-
-    def _target(self, parameter: Tensor) -> Tensor:
-        """Return the tensor that the step updates: the parameter, or its master, a float32 copy at first."""
-        if parameter.dtype not in HALF:
-            return parameter
-        state = self.state[parameter]
-        if MASTER not in state:
-            state[MASTER] = parameter.detach().to(torch.float32, memory_format=torch.contiguous_format)
-        master: Tensor = state[MASTER]
-        return master
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load groups and state; torch's method would round the float32 state of bfloat16 and float16 parameters."""
-        super().load_state_dict(state_dict)
-        saved = [number for group in state_dict["param_groups"] for number in group["params"]]
-        own = [parameter for group in self.param_groups for parameter in group["params"]]
-        for number, parameter in zip(saved, own, strict=True):
-            for name, value in state_dict["state"].get(number, {}).items() if parameter.dtype in HALF else ():
-                if isinstance(value, Tensor) and name != "step":
-                    self.state[parameter][name] = value.to(parameter.device, torch.float32, copy=True)
 
     def _next_step(self, parameter: Tensor) -> int:
         """Return the number of the parameter's next step, from 1, as far as `_numbers` depends on it."""
@@ -119,7 +60,7 @@ class _Optimizer(torch.optim.Optimizer):
         raise NotImplementedError
 
 
-class AdamW(_Optimizer):
+class AdamW(_Kernels):
     """`torch.optim.AdamW` with one arithmetic on CPU and CUDA (`evermoe.ops.adamw_all_`).
 
     A drop-in replacement: it has the same arguments, state names and `state_dict`, and each class can load the other's.
@@ -189,7 +130,7 @@ class AdamW(_Optimizer):
         torch._foreach_add_([state["step"] for state in states], torch.ones((), device="cpu"), alpha=1.0)
 
 
-class SGD(_Optimizer):
+class SGD(_Kernels):
     """`torch.optim.SGD` with one arithmetic on CPU and CUDA (`evermoe.ops.sgd_all_`).
 
     A drop-in replacement: it has the same arguments, state names and `state_dict`, and each class can load the other's.
@@ -253,11 +194,6 @@ class SGD(_Optimizer):
         return buffer
 
 
-def takes_factor(optimizer: torch.optim.Optimizer) -> TypeGuard[_Optimizer]:
-    """Return whether the step of the optimizer's class is the one of this module, which has the argument `factor`."""
-    return inspect.unwrap(type(optimizer).step) is inspect.unwrap(_Optimizer.step)
-
-
 def _rounded(parameters: list[Tensor]) -> list[Tensor | None]:
     """Return the parameters that the kernel writes next to their masters, None in place of the others."""
     return [parameter if parameter.dtype in HALF else None for parameter in parameters]
@@ -266,15 +202,3 @@ def _rounded(parameters: list[Tensor]) -> list[Tensor | None]:
 def _readable(gradient: Tensor) -> Tensor:
     """Return the gradient in a dtype that the ops read: float32 or bfloat16."""
     return gradient.float() if gradient.dtype == torch.float16 else gradient
-
-
-def _check_parameters(parameters: list[Tensor]) -> None:
-    for number, parameter in enumerate(parameters):
-        is_known = parameter.dtype in (torch.float32, *HALF)
-        if not is_known or parameter.is_sparse or not parameter.is_contiguous():
-            strides = "" if parameter.is_sparse else f" with strides {parameter.stride()}"
-            raise ValueError(
-                "params: expected contiguous tensors in float32, bfloat16 or float16, got number "
-                f"{number} of the group as {parameter.dtype} of shape {tuple(parameter.shape)}, "
-                f"{parameter.layout}{strides}; train a contiguous float32 copy of it"
-            )

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from evermoe.comm.vote import Ballot
 from evermoe.errors import NonFiniteLoss
-from evermoe.optim import takes_factor
 from evermoe.optim.combined import each_of
+from evermoe.optim.masters import takes_factor
 from evermoe.state.training_state import TrainingState
 
 NORM_ELEMENTS = 4096

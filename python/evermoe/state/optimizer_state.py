@@ -11,11 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from evermoe.errors import UnsupportedState
-from evermoe.moe.expert import ROW_ALIGNMENT
+from evermoe.moe.expert import ROW_ALIGNMENT, Expert
+from evermoe.moe.experts import Experts
 from evermoe.optim.combined import each_of
 
 _ROWS, _ROW = 4, ROW_ALIGNMENT
 """Shape on which an optimizer is tried: rows of complete SIMD registers, so that it steps all of them the same way."""
+_EXPERT = Expert(4, 4)
+"""Whose row has that size."""
 _TRIAL_RATE = 1e-2
 _BATCHES = 16
 """Steps in which the state of all parameters is made, about, where none of them is larger than such a part."""
@@ -157,7 +160,9 @@ def _batches(parameters: Sequence[Tensor]) -> list[list[Tensor]]:
 def _check_rows(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> None:
     """Steps on a stack of rows, and on each row alone: experts come and go, and have replicas in other stacks."""
     drawn = _drawn(group["params"][0], (_ROWS, _ROW))
-    together, alone = (_stepped(optimizer, group, drawn, parts) - drawn[0] for parts in ([_ROWS], [1] * _ROWS))
+    together, alone = (
+        _two_steps(optimizer, group, drawn, parts, are_experts=True)[""] - drawn[0] for parts in ([_ROWS], [1] * _ROWS)
+    )
     if not together.count_nonzero():
         raise UnsupportedState(
             f"{type(optimizer).__name__} does not step the parameters of its groups: give the session the optimizer "
@@ -166,8 +171,9 @@ def _check_rows(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> N
     if (together - alone).abs().max() > _LARGEST_DIFFERENCE * together.abs().max():
         raise UnsupportedState(
             f"{type(optimizer).__name__} mixes the rows of a parameter: it steps the experts of a layer otherwise "
-            f"together than one by one, so that replicas of an expert would differ. {_ADVICE} Such an optimizer may "
-            "step other parameters than the experts'."
+            f"together than one by one, so that replicas of an expert would differ. {_ADVICE} "
+            "evermoe.optim.Muon steps each expert's matrices on their own. Another optimizer may step the parameters "
+            "that are no experts, where a session gets a list of them."
         )
 
 
@@ -210,11 +216,6 @@ def _drawn(like: Tensor, shape: tuple[int, ...]) -> Tensor:
     return torch.randn(3, *shape, generator=torch.Generator().manual_seed(0)).to(like.device, like.dtype)
 
 
-def _stepped(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], drawn: Tensor, parts: list[int]) -> Tensor:
-    """Results of `_two_steps` for the parameter."""
-    return _two_steps(optimizer, group, drawn, parts)[""]
-
-
 def _two_steps(
     optimizer: torch.optim.Optimizer,
     group: Mapping[str, Any],
@@ -222,6 +223,7 @@ def _two_steps(
     parts: list[int],
     *,
     masters: Collection[str] | None = None,
+    are_experts: bool = False,
 ) -> dict[str, Tensor]:
     """Take two steps of an optimizer like this one on a parameter that is divided into parts of `parts` rows each.
 
@@ -232,6 +234,7 @@ def _two_steps(
         parts: rows of each parameter.
         masters: names of the state that is made to start from the parameter, as the rest is from zeros; None to leave
             that to the optimizer.
+        are_experts: whether each part is a layer's stack of experts.
 
     Returns:
         The parameter under "", and its state by name.
@@ -240,6 +243,9 @@ def _two_steps(
         UnsupportedState: it cannot step it.
     """
     scratch = [nn.Parameter(part.clone()) for part in drawn[0].split(parts)]
+    layers = [Experts(_EXPERT, len(stack), device="meta") for stack in scratch] if are_experts else []
+    for layer, stack in zip(layers, scratch, strict=False):
+        layer.weights = stack
     try:
         twin = _twin(optimizer, group, scratch)
         if masters is not None:

@@ -236,11 +236,13 @@ def of(kind, **options):
     return lambda model: kind([p for p in model.parameters() if p.requires_grad], **{"lr": 1e-2, **options})
 
 
-def muon_and_adamw(muon, **options):
-    """Muon for the head's matrix, and AdamW for the rest."""
+def muon_and_adamw(muon, with_experts=False, **options):
+    """Muon for the head's matrix, or for all but the embedding's, and AdamW for the rest."""
 
     def make(model):
         matrices = [model.head.weight]
+        if with_experts:
+            matrices = [p for p in model.parameters() if p.dim() == 2 and p is not model.embedding.weight]
         others = [p for p in model.parameters() if all(p is not each for each in matrices)]
         return [muon(matrices, lr=1e-2), evermoe.optim.AdamW(others, **{"lr": 1e-2, **options})]
 
@@ -273,6 +275,10 @@ def sequential(optimizer):
 AdamW, RAdam, Adagrad, RMSprop = (getattr(torch.optim, name) for name in ("AdamW", "RAdam", "Adagrad", "RMSprop"))
 SHARDED = {
     "sharded": Habit(optimizer=muon_and_adamw(torch.optim.Muon), session={"shard_optimizer": True}),
+    "experts": Habit(optimizer=muon_and_adamw(evermoe.optim.Muon, with_experts=True)),
+    "experts, sharded": Habit(
+        optimizer=muon_and_adamw(evermoe.optim.Muon, with_experts=True), session={"shard_optimizer": True}
+    ),
 }
 """Copies of what Muon steps are a step late, so that a step that was taken may be repeated."""
 HABITS = {
@@ -333,6 +339,11 @@ HABITS = {
     ),
     "two optimizers, two schedules": Habit(optimizer=muon_and_adamw(torch.optim.Muon), scheduler=warmup_and_plateau),
     "18: batches, data and sequences that grow": Habit(loss=cross_entropy, step=growing_sequences, change=grow),
+    "evermoe.optim.Muon for experts": Habit(
+        optimizer=muon_and_adamw(evermoe.optim.Muon, with_experts=True),
+        session={"preset": "lazarus"},
+        tolerance=1e-5,  # it multiplies in bfloat16, so that another order of sums shows
+    ),
     "15: ReduceLROnPlateau": Habit(
         scheduler=lambda optimizer: lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.02)
     ),

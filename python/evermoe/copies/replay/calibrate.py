@@ -21,7 +21,7 @@ from torch import Tensor
 
 from evermoe.errors import NotReplayable
 from evermoe.ops.optim import adamw_, adamw_step, sgd_, sgd_step
-from evermoe.optim import HALF, MASTER, takes_factor
+from evermoe.optim.masters import HALF, MASTER, takes_factor
 from evermoe.options import count
 
 _STATE = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
@@ -188,6 +188,8 @@ def calibrate(optimizer: torch.optim.Optimizer) -> Arithmetic:
 def _check_options(optimizer: torch.optim.Optimizer) -> None:
     name = type(optimizer).__name__
     for group in optimizer.param_groups:
+        if "ns_steps" in group:
+            raise NotReplayable(f"{name} multiplies matrices, whose products round differently on other hardware")
         known = {"betas", "eps"} <= group.keys() or {"momentum", "dampening", "nesterov"} <= group.keys()
         if not known or not {"lr", "weight_decay"} <= group.keys():
             raise NotReplayable(f"{name} has neither the options of AdamW nor those of SGD; {_INSTEAD}")

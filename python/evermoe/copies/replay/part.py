@@ -15,7 +15,7 @@ from torch import Tensor
 from evermoe._native import state_digest
 from evermoe.errors import CorruptCopy
 from evermoe.ops.optim import adamw_, sgd_
-from evermoe.optim import MASTER
+from evermoe.optim.masters import MASTER
 from evermoe.state.unit import TensorSpec, Unit
 
 

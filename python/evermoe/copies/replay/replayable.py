@@ -14,9 +14,9 @@ from evermoe.copies.replay.sender import FUSED_ROW
 from evermoe.copies.replay.source import Rule
 from evermoe.copies.replay.step_code import foreign_code, foreign_step, refuse_foreign_code
 from evermoe.errors import NotReplayable
-from evermoe.optim import MASTER
 from evermoe.optim.combined import each_of
 from evermoe.optim.ema import is_averaged
+from evermoe.optim.masters import MASTER
 from evermoe.state.training_state import TrainingState
 from evermoe.state.unit import TensorSpec, Unit
 

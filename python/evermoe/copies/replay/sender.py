@@ -23,7 +23,7 @@ from evermoe.copies.replay.source import (
 )
 from evermoe.copies.replay.step_counts import StepCounts
 from evermoe.errors import NotReplayable
-from evermoe.optim import HALF, takes_factor
+from evermoe.optim.masters import HALF, takes_factor
 from evermoe.process.warn import warn
 from evermoe.state.unit import Unit
 

@@ -16,8 +16,8 @@ from evermoe._native import RECORD_HEADER_BYTES, encode_gradient, seal_record, s
 from evermoe.copies.replay.calibrate import Arithmetic, Arithmetics
 from evermoe.copies.replay.step_counts import Stamp, StepCounts
 from evermoe.errors import UnsupportedState
-from evermoe.optim import HALF, MASTER
 from evermoe.optim.combined import each_of
+from evermoe.optim.masters import HALF, MASTER
 from evermoe.profile.memory import in_huge_pages
 from evermoe.state.unit import TensorSpec
 

@@ -21,7 +21,7 @@ MUON_AND_ADAMW = muon_and_adamw(torch.optim.Muon)
 
 @pytest.mark.parametrize("kind", SHARDED)
 @pytest.mark.parametrize("names", ["abc", "abr"])
-@pytest.mark.few(1)
+@pytest.mark.few(2)
 def test_sharded_equals_plain_training_through_a_death(start, kind, names):
     """`r` is a replica node. Steps of AdamW are repeated, and states of Muon sent: each unit in its own way."""
     expected = plain(kind)
@@ -120,7 +120,7 @@ def test_several_experts_of_one_layer_are_not_one_matrix(tmp_path):
     model = Model()
     stack = model.first.experts.weights
     others = [p for p in model.parameters() if p is not stack]
-    with pytest.raises(UnsupportedState, match="Muon mixes the rows of a parameter"):
+    with pytest.raises(UnsupportedState, match=r"Muon mixes the rows of a parameter(?s:.)*evermoe\.optim\.Muon steps"):
         session_of(model, [torch.optim.Muon([stack]), torch.optim.AdamW(others)], tmp_path)
 
 
