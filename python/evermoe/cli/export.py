@@ -51,12 +51,10 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _to_hub(manifest: Manifest, config: str, out: Path, prefix: str) -> None:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     from evermoe.checkpoint.checkpoint import CheckpointWeights
     from evermoe.checkpoint.manifest import read_units
     from evermoe.integrations.transformers import export, make_elastic
-    from evermoe.integrations.transformers.quantised import forget_quantisation
+    from evermoe.integrations.transformers.hub_model import build_model, read_config
     from evermoe.state.deferred import deferred
 
     unit = next((name for name, found in manifest.units.items() if WEIGHTS in found.tensors), None)
@@ -64,8 +62,7 @@ def _to_hub(manifest: Manifest, config: str, out: Path, prefix: str) -> None:
         raise ValueError(f"{manifest.path}: expected a model with experts, found none")
     ((_, tensors),) = read_units(manifest, [unit])
     with deferred():
-        described = forget_quantisation(AutoConfig.from_pretrained(config))
-        model = AutoModelForCausalLM.from_config(described, dtype=tensors[WEIGHTS].dtype)
+        model = build_model(read_config(config), tensors[WEIGHTS].dtype)
         make_elastic(model)
     export(CheckpointWeights(str(manifest.path)), model, out, prefix=prefix)
 

@@ -188,12 +188,38 @@ MODELS: Mapping[str, ModelShape] = {
 """Sizes by name, as `evermoe plan --model` knows them."""
 
 
+HUB_NAMES: Mapping[str, tuple[str, ...]] = {
+    "mixtral-8x7b": ("mistralai/Mixtral-8x7B-v0.1", "mistralai/Mixtral-8x7B-Instruct-v0.1"),
+    "mixtral-8x22b": ("mistralai/Mixtral-8x22B-v0.1", "mistralai/Mixtral-8x22B-Instruct-v0.1"),
+    "qwen3-30b-a3b": (
+        "Qwen/Qwen3-30B-A3B",
+        "Qwen/Qwen3-30B-A3B-Base",
+        "Qwen/Qwen3-30B-A3B-Instruct-2507",
+        "Qwen/Qwen3-30B-A3B-Thinking-2507",
+    ),
+    "qwen3-235b-a22b": (
+        "Qwen/Qwen3-235B-A22B",
+        "Qwen/Qwen3-235B-A22B-Instruct-2507",
+        "Qwen/Qwen3-235B-A22B-Thinking-2507",
+    ),
+    "deepseek-v3": (
+        "deepseek-ai/DeepSeek-V3",
+        "deepseek-ai/DeepSeek-V3-Base",
+        "deepseek-ai/DeepSeek-V3-0324",
+        "deepseek-ai/DeepSeek-R1",
+    ),
+    "gpt-oss-20b": ("openai/gpt-oss-20b",),
+    "gpt-oss-120b": ("openai/gpt-oss-120b",),
+}
+"""Names on the hub of models with these sizes."""
+
+
 def find_model(name: str) -> ModelShape | None:
     """Return the sizes of a model, by its name in `MODELS` or on the hub, in any case; None where it is not known.
 
-    >>> find_model("Qwen/Qwen3-30B-A3B") is MODELS["qwen3-30b-a3b"]
+    >>> find_model("deepseek-ai/DeepSeek-V3") is MODELS["deepseek-v3"]
     True
     """
     wanted = name.lower()
-    hub = (shape for shape in MODELS.values() if shape.source.lower() == wanted)
-    return MODELS.get(wanted) or next(hub, None)
+    by_hub = {each.lower(): known for known, names in HUB_NAMES.items() for each in names}
+    return MODELS.get(by_hub.get(wanted, wanted))

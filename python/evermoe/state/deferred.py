@@ -48,6 +48,14 @@ class WeightSource(Protocol):
         """
 
 
+@runtime_checkable
+class PartialSource(WeightSource, Protocol):
+    """A source without the weights of some modules, which keep the values that their constructors drew."""
+
+    def lacks(self, path: str, module: nn.Module) -> bool:
+        """Returns whether the source has none of the weights of a module, which is no expert layer."""
+
+
 Initializer = Callable[[nn.Module], None]
 """Writes a module's own parameters; of `evermoe.Experts`, of all experts in `weights`, which may be a single one."""
 
@@ -208,9 +216,10 @@ class Deferral:
         module = self._modules.get(name)
         path = name if module is not None else ""
         module = self._modules[path]
-        if isinstance(self._source, WeightSource):
+        is_lacking = isinstance(self._source, PartialSource) and self._source.lacks(path, module)
+        if isinstance(self._source, WeightSource) and not is_lacking:
             self._source.fill(path, module, tensors, None)
-        elif self._source is not None or self._built is None:
+        elif self._built is None or not (self._source is None or is_lacking):
             self._initialize(name, module, tensors)
         else:
             for tensor in tensors.values():
@@ -250,7 +259,8 @@ class Deferral:
         own: tuple[dict[str, Any], ...] = module._parameters, module._buffers
         kept = [dict(place) for place in own]
         scratch = {name: tensor.cpu() for name, tensor in tensors.items()}
-        initialize = self._source if self._source is not None else getattr(type(module), "reset_parameters", None)
+        is_given = self._source is not None and not isinstance(self._source, WeightSource)
+        initialize = self._source if is_given else getattr(type(module), "reset_parameters", None)
         try:
             for name, tensor in kept[0].items():
                 if tensor is not None:

@@ -26,6 +26,23 @@ def setting(*flags):
     return parse_fit(parser("plan").parse_args(["plan", *flags]))
 
 
+@pytest.mark.parametrize(
+    ("name", "known"),
+    [
+        ("openai/gpt-oss-120b", "gpt-oss-120b"),
+        ("openai/gpt-oss-20b", "gpt-oss-20b"),
+        ("deepseek-ai/DeepSeek-V3", "deepseek-v3"),
+        ("Qwen/Qwen3-30B-A3B", "qwen3-30b-a3b"),
+        ("Qwen/Qwen3-235B-A22B", "qwen3-235b-a22b"),
+        ("mistralai/Mixtral-8x7B-v0.1", "mixtral-8x7b"),
+        ("mistralai/Mixtral-8x22B-Instruct-v0.1", "mixtral-8x22b"),
+    ],
+)
+def test_models_have_the_names_of_the_hub(name, known):
+    asked = ["--model", name, "--nodes", "64", "--memory", "80GB"]
+    assert setting(*asked).shape == MODELS[known]
+
+
 def test_the_table_has_what_the_json_has(tmp_path):
     done = plan(*ASKED, "--json", "out/fit.json", folder=tmp_path)
     assert done.returncode == 0, done.stderr

@@ -76,8 +76,11 @@ def build(name: str, seed: int = 0, **more: Any) -> Any:
     """A model whose routers choose, and whose biases do something."""
     from transformers import AutoModelForCausalLM
 
+    from support.families import build_family
+
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config(name, **more))
+    is_here = name.partition(",")[0] in MODELS
+    model = AutoModelForCausalLM.from_config(config(name, **more)) if is_here else build_family(name)
     with torch.no_grad():
         for key, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if "router" in key or "mlp.gate.weight" in key or key.endswith("bias"):
@@ -85,16 +88,26 @@ def build(name: str, seed: int = 0, **more: Any) -> Any:
     return model
 
 
+def labels_of(model: nn.Module, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Labels that a model with its head can learn from the tokens."""
+    head = type(model).__name__.rpartition("For")[2]
+    if head == "QuestionAnswering":
+        return {"start_positions": tokens[:, 0] % tokens.shape[1], "end_positions": tokens[:, 1] % tokens.shape[1]}
+    by_head = {"TokenClassification": tokens % 2, "SequenceClassification": tokens.sum(1) % 2}
+    return {"labels": by_head.get(head, tokens)}
+
+
 class Loss(nn.Module):
-    """The training of a worker: the loss of a causal language model."""
+    """The training of a worker: the loss of a language model, or of a classifier of even and odd numbers."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        mask = (tokens != 0).long() if self.model.config.output_router_logits else None  # type: ignore[union-attr]
-        return self.model(input_ids=tokens, labels=tokens, attention_mask=mask).loss  # type: ignore[no-any-return]
+        model: Any = self.model
+        mask = (tokens != 0).long() if getattr(model.config, "output_router_logits", False) else None
+        return model(input_ids=tokens, attention_mask=mask, **labels_of(model, tokens)).loss  # type: ignore[no-any-return]
 
 
 def elastic(name: str) -> nn.Module:

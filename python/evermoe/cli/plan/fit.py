@@ -199,8 +199,8 @@ def read_model(name: str) -> ModelShape:
         return known
     if not (Path(name) / "config.json").is_file():
         raise ValueError(
-            f"--model: unknown model {name!r}; known are {', '.join(MODELS)}; for another one "
-            "name a folder with its config.json of transformers"
+            f"--model: unknown model {name!r}; known are {', '.join(MODELS)}, and their names on the hub; for another "
+            "one name a folder with its config.json of transformers, as `hf download` writes it"
         )
     from evermoe.integrations.transformers.hub_shape import read_shape
 

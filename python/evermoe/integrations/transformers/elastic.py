@@ -14,6 +14,7 @@ from transformers.integrations import moe as hub_moe
 
 from evermoe.errors import UnsupportedState
 from evermoe.integrations.transformers.adapters import LowRank, adapt, changed
+from evermoe.integrations.transformers.own_kinds import declare
 from evermoe.integrations.transformers.quantised import save_dequantised
 from evermoe.integrations.transformers.router_loss import span_members
 from evermoe.moe.expert import Expert, Layout
@@ -161,7 +162,7 @@ def make_elastic(model: nn.Module, *, balance_rate: float | None = None, **optio
     see `router_loss`.
 
     Args:
-        model: any whose experts use transformers' experts interface; or peft's around one.
+        model: any whose experts use transformers' experts interface, Llama 4's or Step 3.7's; or peft's around one.
         balance_rate: step by which a session moves the bias of a router's scores for the choice
             (`e_score_correction_bias`) after each step: up for experts with fewer tokens than the mean, down for others
             (DeepSeek-V3, section 2.1.2). None: the bias stays.
@@ -171,12 +172,10 @@ def make_elastic(model: nn.Module, *, balance_rate: float | None = None, **optio
         ValueError: no module uses the interface, or `balance_rate` is given and no router has such numbers.
         UnsupportedState: as of `ElasticExperts`; or an adapter changes experts otherwise than LoRA of their matrices.
     """
-    devices = [
-        (parent, name, child)
-        for parent in model.modules()
-        for name, child in parent.named_children()
-        if is_hub_experts(child)
-    ]
+    children = [(parent, name, child) for parent in model.modules() for name, child in parent.named_children()]
+    for parent, _, child in children:
+        declare(parent, child)
+    devices = [each for each in children if is_hub_experts(each[2])]
     if not devices and not expert_layers(model):
         raise _no_experts(model)
     balances, parents = 0, {child: parent for parent in model.modules() for child in parent.children()}
@@ -225,8 +224,9 @@ def _no_experts(model: nn.Module) -> ValueError:
 
 
 def _seems_experts(name: str, module: nn.Module) -> bool:
-    """Return whether a module with parameters is called experts, by its class or by the model."""
-    is_named = "expert" in type(module).__name__.lower() or name.rpartition(".")[2] == "experts"
+    """Return whether a module with parameters is called experts, or an MoE layer, by its class or by the model."""
+    kind = type(module).__name__.lower()
+    is_named = "expert" in kind or kind.endswith(("moe", "moeblock")) or name.rpartition(".")[2] == "experts"
     return is_named and any(True for _ in module.parameters())
 
 

@@ -7,19 +7,21 @@ transformers' own conversions are used both ways, so that keys and shapes in the
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from evermoe.checkpoint import full_state
 from evermoe.checkpoint.full_state import LiveWeights
 from evermoe.checkpoint.weight_folder import WeightFolder
 from evermoe.integrations.transformers.elastic import hub_name, make_elastic
-from evermoe.integrations.transformers.hub_weights import HubWeights
+from evermoe.integrations.transformers.hub_model import build_model, read_config
+from evermoe.integrations.transformers.hub_weights import HubWeights, ModelOfTensors
 from evermoe.integrations.transformers.quantised import forget_quantisation
 from evermoe.moe.experts import Experts, expert_layers
 from evermoe.moe.module_paths import named_parts
@@ -30,7 +32,13 @@ from evermoe.state.unit import own_tensors
 
 
 def from_pretrained(
-    folder: str | Path, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None, **options: Any
+    folder: str | Path,
+    *,
+    model_class: Any = None,
+    config: PretrainedConfig | None = None,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    **options: Any,
 ) -> tuple[nn.Module, HubWeights]:
     """Return a deferred elastic model of a folder, and the source of its weights; nothing large is read yet.
 
@@ -40,8 +48,14 @@ def from_pretrained(
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
         session = evermoe.Session(model, optimizer, sampler, weights=weights)
 
+    A head that the folder does not have, such as the one of `AutoModelForSequenceClassification` for the folder of a
+    causal language model, is drawn as transformers draws it, the same on all workers; a warning names its weights.
+
     Args:
-        folder: of a causal language model, on a disk: download one with `hf download`.
+        folder: of a model with experts, on a disk: download one with `hf download`.
+        model_class: one of transformers' `AutoModelFor…`, or a model; default: the one that the folder's configuration
+            names as its architecture.
+        config: in place of the folder's, as from `AutoConfig.from_pretrained(folder, num_labels=3)`.
         dtype: of the parameters; default: the configuration's.
         device: where the session makes the model; default: torch's default device.
         options: of `make_elastic`.
@@ -50,9 +64,9 @@ def from_pretrained(
         OSError: there is no such folder, or no configuration in it.
         CorruptCopy, UnsupportedState: as of `HubWeights`.
     """
-    config = forget_quantisation(AutoConfig.from_pretrained(folder))
+    config = read_config(folder) if config is None else forget_quantisation(deepcopy(config))
     with deferred(device=device):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype or config.dtype or torch.float32)
+        model = build_model(config, dtype, model_class)
         make_elastic(model, **options)
     return model, HubWeights(folder, model)
 
@@ -108,7 +122,7 @@ def export(
 def _as_saved(model: PreTrainedModel, pieces: Iterable[dict[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
     """Yield the pieces by the keys of transformers' files."""
     for piece in pieces:
-        yield revert_weight_conversion(model, piece)
+        yield revert_weight_conversion(ModelOfTensors(model, piece), piece)
 
 
 def _pieces(source: WeightSource, model: nn.Module, prefix: str) -> Iterator[dict[str, Tensor]]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from evermoe.integrations.transformers.elastic import make_elastic
+from evermoe.integrations.transformers.hub_model import build_model, read_config
 from evermoe.planning.models import ModelShape
 from evermoe.state.model_shape import shape_of
 
@@ -22,9 +22,9 @@ def read_shape(folder: str | Path) -> ModelShape:
         ValueError: transformers cannot make a model of it, or it has no experts, or layers of different sizes.
     """
     try:
-        config = AutoConfig.from_pretrained(str(folder), local_files_only=True)
+        config = read_config(folder, local_files_only=True)
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
+            model = build_model(config)
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         first = (str(error) or type(error).__name__).split("\n", 1)[0]
         raise ValueError(f"{folder}: expected a config.json of a model that transformers can make: {first}") from None

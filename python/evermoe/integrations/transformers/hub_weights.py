@@ -27,14 +27,42 @@ from transformers.core_model_loading import (
 from evermoe.checkpoint.folder_weights import SafetensorsFiles
 from evermoe.errors import CorruptCopy
 from evermoe.integrations.transformers.elastic import hub_name
-from evermoe.integrations.transformers.quantised import Matrix, as_it_is, is_dequantising, matrices, read_quantizer
+from evermoe.integrations.transformers.quantised import (
+    Matrix,
+    as_it_is,
+    is_dequantising,
+    matrices,
+    quantizer_of,
+    read_fields,
+)
 from evermoe.moe.experts import Experts
 from evermoe.moe.module_paths import named_parts
+from evermoe.process.warn import warn
+from evermoe.state.unit import own_tensors
 
 STACK, JOIN_ROWS = (MergeModulelist, 0), (Concatenate, 1)
 """Conversions of an expert's matrices that need no memory: each is written to its rows."""
 _AS_IT_IS = ""
 """Instead of the pattern of a tensor that transformers does not convert."""
+
+
+class ModelOfTensors:
+    """A model as transformers' conversions see it: they look up the shapes of parameters, of experts as well.
+
+    Args:
+        model: elastic.
+        tensors: by transformers' names; they come before the model's own.
+    """
+
+    def __init__(self, model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> None:
+        self._model, self._tensors = model, tensors
+
+    def get_parameter(self, name: str) -> Tensor:
+        """Return a tensor of the shape and dtype of a parameter."""
+        return self._tensors[name] if name in self._tensors else self._model.get_parameter(name)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
 
 
 class HubWeights:
@@ -56,7 +84,7 @@ class HubWeights:
         self._files = SafetensorsFiles(folder)
         self._model = model
         self._paths = {id(module): path for path, module in named_parts(model)}
-        self._quantizer = read_quantizer(self._files.folder)
+        self._quantizer = quantizer_of(self._files.folder)
         self._experts = {path: m.num_experts for path, m in named_parts(model) if isinstance(m, Experts)}
         mapping = get_model_conversion_mapping(model, hf_quantizer=self._quantizer)
         renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
@@ -74,6 +102,32 @@ class HubWeights:
             first, *others = self._converters[pattern].target_patterns if pattern else [""]
             for other in others:
                 self._first[name.replace(first, other)] = name
+        self._shapes = {key: torch.empty_like(tensor, device="meta") for key, tensor in state.items()}
+        self._lacking = self._find_lacking()
+
+    def _find_lacking(self) -> set[str]:
+        """Return the paths of modules of another head than the folder's, which has no weights for them."""
+        model, folder = self._model, self._files.folder
+        if type(model).__name__ in read_fields(folder).get("architectures", [type(model).__name__]):
+            return set()
+        base, tied = f"{model.base_model_prefix}.", set(model.all_tied_weights_keys)
+        names = {
+            path: [f"{path}.{name}" for name, _ in own_tensors(module)]
+            for path, module in named_parts(model)
+            if path and not f"{path}.".startswith(base)
+        }
+        found = {path for path, own in names.items() if own and not {*own} & {*self._sources, *self._first, *tied}}
+        if found:
+            weights = ", ".join(name for path in sorted(found) for name in names[path])
+            warn(
+                f"{folder} has no weights for {weights}: they are drawn as {type(model).__name__} draws them, the same "
+                "on all workers. Train them before you use the model"
+            )
+        return found
+
+    def lacks(self, path: str, module: nn.Module) -> bool:
+        """Return whether the folder has none of a module's weights; see `PartialSource`."""
+        return self._paths.get(id(module), path) in self._lacking
 
     def describe(self) -> str:
         """Return the digest of the files' keys."""
@@ -94,7 +148,7 @@ class HubWeights:
 
     def _copy(self, name: str, target: Tensor, expert: int | None) -> None:
         """Write a tensor by transformers' name; of an expert as a stack of one."""
-        parts, is_stack = self._parts(name, target.dtype, expert)
+        parts, is_stack = self._parts(name, target, expert)
         rows, tail = [part.shape[0] for part in parts] if is_stack else [], parts[0].shape[1:]
         shape = [1, sum(rows), *tail] if is_stack else parts[0].shape
         if shape != list(target.shape) or any(part.shape[1:] != tail for part in parts):
@@ -103,7 +157,7 @@ class HubWeights:
         for part, place in zip(parts, target[0].split(rows) if is_stack else [target], strict=True):
             part.write(place)
 
-    def _parts(self, name: str, dtype: torch.dtype, expert: int | None) -> tuple[list[Matrix], bool]:
+    def _parts(self, name: str, target: Tensor, expert: int | None) -> tuple[list[Matrix], bool]:
         """Return what makes up a tensor, and whether these are matrices of an expert, one below the other."""
         first = self._first.get(name, name)
         found = self._matrices(first, expert)
@@ -117,8 +171,9 @@ class HubWeights:
             return [part for pattern in converter.source_patterns for part in found.get(pattern, [])], is_stack
         for pattern, parts in found.items():
             for part in parts:
-                converter.add_tensor(first, name, pattern, part.read(dtype))
-        converted = converter.convert(first, model=self._model, config=self._model.config)[name]
+                converter.add_tensor(first, name, pattern, part.read(target.dtype))
+        model = ModelOfTensors(self._model, self._shapes | {name: target})
+        converted = converter.convert(first, model=model, config=self._model.config)[name]
         return [as_it_is(converted[0] if isinstance(converted, list) else converted)], False
 
     def _matrices(self, first: str, expert: int | None) -> dict[str, list[Matrix]]:

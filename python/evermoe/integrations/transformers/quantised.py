@@ -48,15 +48,19 @@ SCALES = ("_scales", "_scale_inv", "activation_scale")
 """Ends of the patterns of tensors that belong to others."""
 
 
-def read_quantizer(folder: Path) -> HfQuantizer | None:
+def read_fields(folder: Path) -> dict[str, Any]:
+    """Return the fields of a folder's config.json; empty if it has none."""
+    found = json.loads(read_plain(folder / CONFIG, CONFIG_BYTES)) if (folder / CONFIG).is_file() else {}
+    return found if isinstance(found, dict) else {}
+
+
+def quantizer_of(folder: Path) -> HfQuantizer | None:
     """Return transformers' quantizer for a folder, set to dequantise; None for weights of 16 bits or more.
 
     Raises:
         UnsupportedState: the folder has another quantisation.
     """
-    if not (folder / CONFIG).is_file():
-        return None
-    config = json.loads(read_plain(folder / CONFIG, CONFIG_BYTES))
+    config = read_fields(folder)
     found = config.get(FIELD) or (config.get("text_config") or {}).get(FIELD)
     if not found:
         return None
