@@ -190,6 +190,7 @@ def train_alone(folder, name):
     return losses, model.state_dict()
 
 
+@pytest.mark.few(len(NAMES))
 @pytest.mark.parametrize("name", NAMES)
 def test_a_quantised_folder_trains_through_a_kill_as_on_one_process(tmp_path, start_job, name):
     write_folder(tmp_path / "source", name)

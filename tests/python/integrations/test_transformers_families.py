@@ -49,6 +49,7 @@ def families():
     return sorted({path.parent.name for path in MODELS.glob("*/modeling_*.py") if SIGNS.search(path.read_text())})
 
 
+QUICK = ("jamba", "llama4", "qwen3_vl_moe")
 TRAINED = [family for family in families() if family not in NOT_TRAINED]
 
 
@@ -93,8 +94,10 @@ def train_alone(family):
     return losses
 
 
-@pytest.mark.few(4)
-@pytest.mark.parametrize("family", TRAINED)
+@pytest.mark.few(len(QUICK))
+@pytest.mark.parametrize(
+    "family", [pytest.param(family, marks=[] if family in QUICK else pytest.mark.long) for family in TRAINED]
+)
 def test_a_family_trains_through_a_kill_as_on_one_process(start_job, family):
     """Each step's loss shows the updates of all steps before it."""
     assert expert_layers(make_elastic(build_family(family)))
