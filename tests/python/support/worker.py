@@ -25,6 +25,7 @@ from torch import nn
 import evermoe
 from evermoe._native import digest
 from evermoe.events import Event
+from evermoe.optim.combined import as_one
 from evermoe.profile import Profiler, memory
 from evermoe.session import buckets
 from evermoe.state.unit import weight_tensors
@@ -170,7 +171,11 @@ def make_model(name: str) -> nn.Module:
     return Model()
 
 
-def make_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
+def make_optimizer(name: str, model: nn.Module) -> Any:
+    if name == "muon":  # and another one for the rest
+        matrices = [p for p in model.parameters() if p.dim() == 2 and p is not model.embedding.weight]
+        others = [p for p in model.parameters() if all(p is not each for each in matrices)]
+        return [evermoe.optim.Muon(matrices, lr=1e-2), evermoe.optim.AdamW(others, lr=1e-2)]
     if name == "sgd-fused":  # counts up no versions of the tensors that it writes
         return torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9, fused=True)
     if name == "sgd":
@@ -261,7 +266,7 @@ class Recorder:
                 "ledger": json.dumps(ledger.to_fields()),
             }
         )
-        rates = [group["lr"] for group in session.optimizer.param_groups]
+        rates = [group["lr"] for group in as_one(session.optimizer).param_groups]
         consumed = session.sampler.consumed
         return {"version": session.version, "digests": digests, "rates": rates, "consumed": consumed, **more}
 

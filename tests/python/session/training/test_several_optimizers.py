@@ -8,6 +8,8 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, ReduceLRO
 
 import evermoe
 from evermoe.copies.replay.replayable import find_arithmetics
+from evermoe.copies.replay.sender import GradientSender
+from evermoe.copies.replay.source import GradientRecord
 from evermoe.errors import UnsupportedState
 from evermoe.optim.combined import as_one
 from evermoe.state import loop_state
@@ -15,6 +17,8 @@ from evermoe.state.loop_state import LoopParts
 from evermoe.state.lr_schedule import as_one_schedule
 from support.flat_options import grouped
 from support.habits import DATA, SAMPLES, SHARDED, STEPS, Model, elastic, mean_loss, muon_and_adamw, plain
+from support.history import check_history
+from support.worker import Fault
 
 MUON_AND_ADAMW = muon_and_adamw(torch.optim.Muon)
 
@@ -36,6 +40,23 @@ def test_sharded_equals_plain_training_through_a_death(start, kind, names):
         assert {event["event"] for event in checked} == {"recovered", "verified"}
         assert {event["digests_mismatched"] for event in checked} == {0}
         assert "copies of what Muon steps are snapshots of the state" in logs[name]
+
+
+@pytest.mark.parametrize("dense", ["replicated", "sharded"])
+@pytest.mark.few(1)
+def test_a_worker_joins_and_another_one_dies(start_job, dense):
+    """All members have equal bits at equal versions."""
+    job = start_job(2, shard_optimizer=dense == "sharded")
+    job.open_gate(6)
+    workers = job.start_all({"b": [Fault("reduce", 24)]}, "ab", gated=True, steps=30, optimizer="muon")
+    workers[0].wait_for("gate", step=6)
+    workers.append(job.start("c", steps=30, optimizer="muon"))
+    job.take_in(workers[2], until=30)
+    assert [each.join() for each in workers] == [0, -9, 0]
+    check_history(workers, undone=True)
+    assert workers[2].events("recovered")[0]["sources"]["peer"] > 0
+    for each in (workers[0], workers[2]):
+        assert each.events("verified")[0]["digests_mismatched"] == 0
 
 
 # ---- one process
@@ -130,6 +151,18 @@ def test_steps_of_one_are_repeated_and_states_of_another_sent(caplog):
     found = find_arithmetics(as_one(optimizers))
     assert [(each, arithmetic.variant) for each, arithmetic in found.items()] == [(optimizers[1], "evermoe")]
     assert "copies of what Muon steps are snapshots of the state" in caplog.text
+
+
+def test_a_unit_of_two_optimizers_is_sent_as_state_if_one_cannot_be_repeated():
+    """Replicas would otherwise have one parameter of it before the step, and another after it."""
+    layer, other = torch.nn.Linear(8, 4), torch.nn.Parameter(torch.randn(4))
+    optimizer = as_one([torch.optim.Muon([layer.weight]), evermoe.optim.AdamW([layer.bias, other])])
+    units = {"both": dict(layer.named_parameters()), "one": {"p": other}}
+    sender = GradientSender(optimizer, units, arithmetics=find_arithmetics(optimizer), is_hooked=False)
+    for parameter in (layer.weight, layer.bias, other):
+        parameter.grad = torch.randn_like(parameter)
+    kinds = {unit: [type(record) for record in sender.next_step_records(1, unit)] for unit in units}
+    assert GradientRecord not in kinds["both"] and GradientRecord in kinds["one"]
 
 
 def test_hook_of_an_optimizer_whose_steps_are_not_repeated_is_allowed(start_job):
