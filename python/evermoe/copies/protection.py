@@ -21,6 +21,7 @@ from evermoe.config.copies import CopyConfig
 from evermoe.copies.first_copies import FirstCopies
 from evermoe.copies.loss_ledger import LossLedger
 from evermoe.copies.protection_inputs import (
+    UnitFacts,
     current_coverage,
     gradient_bucket_bytes,
     has_room,
@@ -133,7 +134,7 @@ class Protection:
             shared = unit_facts(self.state, self.replicas), gradient_bucket_bytes(self.state, self.options)
         units, bucket_bytes = share_json(group, shared)
         self.active = self.state.active(self._membership.num_trainers)
-        infos = unit_infos(self.state, self.active, units)
+        infos = unit_infos(self.state, self.active, [UnitFacts(*each) for each in units])
         ranks = [RankInfo.from_json(each["member"]) for each in everyone]
         plan = plan_copies(self.options, infos, ranks)
         self.plan = order_by_risk(plan, infos, ranks, copies)

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -15,6 +16,7 @@ from evermoe.comm.membership import MembershipManager
 from evermoe.config.copies import CopyConfig
 from evermoe.config.placement import Placement
 from evermoe.copies.replay.part import parameters_of
+from evermoe.copies.replay.replayable import is_frozen
 from evermoe.copies.replay.replicas import Replicas
 from evermoe.copies.snapshot.bundles import arena_sizes, room_for
 from evermoe.copies.snapshot.snapshots import planned_bundles
@@ -69,28 +71,39 @@ def gradient_bucket_bytes(state: TrainingState, options: CopyConfig) -> int:
     return default if given is None else given
 
 
-def unit_facts(state: TrainingState, replicas: Replicas) -> list[tuple[float, bool]]:
-    """Return what only trainers know of each unit: its tokens per step, and whether its steps can be repeated."""
-    tokens, units = state.expert_load.by_unit(), state.catalog.units
-    replayable = replicas.replayable(unit.name for unit in units)
-    return [(tokens.get(unit.name, 0.0), unit.name in replayable) for unit in units]
+class UnitFacts(NamedTuple):
+    """Facts of a unit that only trainers know."""
+
+    tokens: float
+    """Tokens that it gets in a step."""
+    is_replayable: bool
+    """Whether its steps can be repeated."""
+    is_frozen: bool
+    """Whether it takes none."""
+
+
+def unit_facts(state: TrainingState, replicas: Replicas) -> list[UnitFacts]:
+    """Return what only trainers know of each unit."""
+    tokens, names = state.expert_load.by_unit(), [unit.name for unit in state.catalog.units]
+    replayable = replicas.replayable(names)
+    return [UnitFacts(tokens.get(name, 0.0), name in replayable, is_frozen(state, name)) for name in names]
 
 
 def unit_infos(
-    state: TrainingState, active: Mapping[str, tuple[int, ...]], about: Sequence[tuple[float, bool]]
+    state: TrainingState, active: Mapping[str, tuple[int, ...]], about: Sequence[UnitFacts]
 ) -> list[UnitInfo]:
     """Return sizes, training ranks and a trainer's facts of all units, in the catalog's order."""
     return [
         UnitInfo(
             unit.name,
             unit.nbytes,
-            _gradient_bytes(unit),
+            0 if facts.is_frozen else _gradient_bytes(unit),
             active[unit.name],
-            tokens,
-            is_replayable,
+            facts.tokens,
+            facts.is_replayable,
             may_lag=unit.layer is not None,
         )
-        for unit, (tokens, is_replayable) in zip(state.catalog.units, about, strict=True)
+        for unit, facts in zip(state.catalog.units, about, strict=True)
     ]
 
 
@@ -199,7 +212,9 @@ def expected_arenas(
         else tuple(np.flatnonzero(placement[unit.layer][:, unit.expert]).tolist())
         for unit in state.catalog.units
     }
-    infos = unit_infos(state, active, [(0.0, unit.name in replayable) for unit in state.catalog.units])
+    names = [unit.name for unit in state.catalog.units]
+    about = [UnitFacts(0.0, name in replayable, is_frozen(state, name)) for name in names]
+    infos = unit_infos(state, active, about)
     ranks = [RankInfo(node, 1 << 62, does) for node, does in zip(nodes, trains, strict=True)]
     plan = plan_copies(options, infos, ranks)
     is_late = plan.is_late(options.choices, options.replication)

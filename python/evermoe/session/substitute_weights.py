@@ -8,7 +8,8 @@ the experts that it has then. Those that have joined read it as well: they serve
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,17 @@ from evermoe.moe.experts import Experts
 from evermoe.moe.module_paths import named_parts
 from evermoe.state.deferred import WeightSource
 from evermoe.state.unit import own_tensors
+
+
+@runtime_checkable
+class PartialSource(Protocol):
+    """A substitute for some of a model's tensors, which writes them itself."""
+
+    tensors: Sequence[Tensor]
+    """Tensors that `load` writes."""
+
+    def load(self) -> None:
+        """Write the values."""
 
 
 class SubstituteWeights:
@@ -29,7 +41,7 @@ class SubstituteWeights:
 
     def __init__(self, model: nn.Module, settle: Callable[[], None]) -> None:
         self._model, self._settle = model, settle
-        self.source_of: Callable[[str], WeightSource] | None = None
+        self.source_of: Callable[[str], WeightSource | PartialSource] | None = None
         """Opens a substitute by its name; None if the script uses none."""
         self.name: str | None = None
         """Name of the substitute that members use after the latest step, the same on all; None for none."""
@@ -49,11 +61,12 @@ class SubstituteWeights:
         self.put_back()
         self._settle()
         self.name = name
-        self._trained = [(each, each.data) for each in self._tensors()]
+        tensors = source.tensors if isinstance(source, PartialSource) else self._tensors()
+        self._trained = [(each, each.data) for each in tensors]
         for tensor, trained in self._trained:
             tensor.data = torch.empty_like(trained)
         try:
-            self._fill(source)
+            source.load() if isinstance(source, PartialSource) else self._fill(source)
         except BaseException:
             self.put_back()
             raise

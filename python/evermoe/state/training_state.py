@@ -93,8 +93,8 @@ class TrainingState:
     # ---- which units there are
 
     def dense_tensors(self, name: str) -> dict[str, Tensor]:
-        """Parameters and buffers of a unit that is no expert, by name; all ranks that train have them."""
-        return dict(self._dense[name])
+        """Parameters and buffers of a unit that is no expert, by name; all ranks that train have them, others none."""
+        return dict(self._dense.get(name, {}))
 
     def _optimizer_tensors(self, name: str, parameter: Tensor) -> dict[str, Tensor]:
         state = self.optimizer.state.get(parameter, {})

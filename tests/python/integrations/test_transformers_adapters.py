@@ -15,6 +15,9 @@ from evermoe.moe.experts import take_part  # noqa: E402
 from support.adapters import DATA, DIES_IN, KINDS, STEPS, adapted, loss_of, plain, tune  # noqa: E402
 from support.hub import build  # noqa: E402
 
+HEADER_BYTES = 128
+"""Bytes of a step of a frozen unit: that it has taken none."""
+
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize(("kind", "options"), [(kind, {}) for kind in KINDS] + [("experts", {"shard_optimizer": True})])
@@ -34,6 +37,13 @@ def test_adapters_train_as_in_one_plain_process_through_a_death(start, kind, opt
         assert result["adapters"][key] == pytest.approx(values, abs=1e-5)
     assert result["merged"] == pytest.approx(expected["merged"], abs=1e-5)
     assert losses[-1] < losses[0]
+    first, second = ({event["step"]: event for event in found[name] if event["event"] == "commit"} for name in "ac")
+    kept = first[1]["kept"]
+    sent = sum(steps[2]["copied"] - steps[0]["copied"] for steps in (first, second)) / 2
+    if not options:  # adapters are on all workers, and all that has copies is frozen
+        assert len(kept) > 2 and 0 < sent < HEADER_BYTES * len(kept) < sum(kept) / 20, (
+            "no weights after the first copies"
+        )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -61,8 +71,12 @@ def test_elastic_models_with_adapters_are_what_peft_makes_of_them(tmp_path, kind
         elastic.merge_adapter(safe_merge=True)
         torch.testing.assert_close(loss_of(elastic, DATA[:4]), losses)
         elastic.unmerge_adapter()
-        merged = [model.merge_and_unload().state_dict() for model in (plain_one, elastic)]
-        torch.testing.assert_close(merged[1], merged[0], rtol=0, atol=1e-6)
+        bare = copy.deepcopy(elastic).unload()
+        with plain_one.disable_adapter():
+            torch.testing.assert_close(loss_of(bare, DATA[:4]), loss_of(plain_one, DATA[:4]))
+        merged = [model.merge_and_unload() for model in (plain_one, elastic)]
+        torch.testing.assert_close(loss_of(merged[1], DATA[:4]), losses)
+        torch.testing.assert_close(merged[1].state_dict(), merged[0].state_dict(), rtol=0, atol=1e-6)
 
 
 def test_two_adapters_of_experts_are_chosen_as_peft_chooses():
@@ -86,10 +100,9 @@ def test_a_rank_without_experts_takes_part_in_the_backward_of_adapters():
     model = make_elastic(adapted("experts"))
     layer = next(module for module in model.modules() if isinstance(module, evermoe.Experts))
     layer.ids, layer.weights = [], torch.nn.Parameter(layer.weights[:0].detach(), requires_grad=False)
-    wrapper = next(module for module in model.modules() if getattr(module, "parameter_name", "") == "down_proj")
-    with wrapper._activate_lora(["default"]):
-        assert take_part(torch.zeros(0, layer.hidden), layer._matrices(torch.float32)).requires_grad
-    assert not take_part(torch.zeros(0, layer.hidden), layer._matrices(torch.float32)).requires_grad
+    assert take_part(torch.zeros(0, layer.hidden), layer._matrices(torch.float32)).requires_grad
+    with model.disable_adapter():
+        assert not take_part(torch.zeros(0, layer.hidden), layer._matrices(torch.float32)).requires_grad
 
 
 def test_adapters_that_peft_could_not_make_are_named(tmp_path):

@@ -211,6 +211,30 @@ def test_after_training_a_trainer_evaluates_predicts_and_saves_as_transformers_d
     assert trainer.evaluate()["eval_loss"] == pytest.approx(expected.evaluate()["eval_loss"], abs=1e-5)
 
 
+def test_adapters_are_trained_chosen_and_saved_as_transformers_does_through_a_death(tmp_path):
+    peft = pytest.importorskip("peft")
+    from safetensors.torch import load_file
+
+    from support import hub_trainer_adapters
+
+    more = {"callbacks": []}
+    expected = plain(tmp_path, more=more, model=hub_trainer_adapters.adapted(), **hub_trainer_adapters.MORE)
+    expected.save_model(str(tmp_path / "expected"))
+    done = run("--workers", "2", hub_trainer_adapters.__file__, str(tmp_path))
+    assert (tmp_path / "0.json").exists(), done.stdout + done.stderr
+    found = json.loads((tmp_path / "0.json").read_text())
+    assert logged(found["history"]) == pytest.approx(logged(expected.state.log_history), abs=1e-4)
+    best = Path(expected.state.best_model_checkpoint).name
+    assert Path(found["best"]).name == best != f"checkpoint-{expected.state.global_step}"
+    assert found["loss"] == pytest.approx(expected.evaluate()["eval_loss"], abs=1e-4)
+    for folder, other in (("final", "expected"), (f"out/{best}", f"plain/{best}")):
+        ours, theirs = ({path.name for path in (tmp_path / each).iterdir()} for each in (folder, other))
+        assert theirs - ours <= {"optimizer.pt", "scheduler.pt", "rng_state.pth"} and not ours - theirs
+        tensors = [load_file(tmp_path / each / "adapter_model.safetensors") for each in (folder, other)]
+        torch.testing.assert_close(*tensors, atol=1e-4, rtol=0)
+    peft.PeftModel.from_pretrained(build("qwen3"), tmp_path / "final")
+
+
 @pytest.mark.parametrize("event", ["on_step_end", "on_log", "on_step_begin"])
 @pytest.mark.full
 def test_a_callback_that_stops_ends_the_job_where_transformers_does(tmp_path, event):

@@ -77,6 +77,12 @@ def plain(kind: str) -> tuple[list[float], dict[str, Any]]:
     return losses, result(model)
 
 
+def kept_by_others(session: evermoe.Session) -> list[int]:
+    """The bytes of each unit of which copies are kept."""
+    sizes = dict(session._state.catalog.sizes())
+    return [sizes[kept.unit] for kept in session._protection.plan.units for _ in kept.holders]
+
+
 def tune(write: Callable[..., None], kind: str, node: str, options: dict[str, Any]) -> None:
     """Trains in a session; the first member that is left writes what the complete model has."""
     model = make_elastic(adapted(kind))
@@ -98,7 +104,8 @@ def tune(write: Callable[..., None], kind: str, node: str, options: dict[str, An
                 os.kill(os.getpid(), signal.SIGKILL)
             step.backward(loss_of(model, DATA[indices]))
         if step.committed:
-            write("commit", step=step.number, loss=session.loss)
+            copied = sum(each.nbytes for each in session._protection.sent_messages())
+            write("commit", step=step.number, loss=session.loss, copied=copied, kept=kept_by_others(session))
         if session.step == STEPS:
             with session.evaluation():
                 state = session.full_state_dict()

@@ -200,6 +200,29 @@ def with_frozen_parts():
     return model
 
 
+def thaw_and_freeze(model, number):
+    """A layer is trained from step 2 on, the other one before step 3 and after step 5."""
+    model.first.requires_grad_(number >= 2)
+    model.second.requires_grad_(number < 3 or number > 5)
+
+
+class Changing(Model):
+    """Counts the losses of plain training: one a step."""
+
+    number = -1
+
+
+def changing_loss(model, tokens):
+    model.number += 1
+    thaw_and_freeze(model, model.number)
+    return cross_entropy(model, tokens)
+
+
+def changing_step(model, step):
+    thaw_and_freeze(model, step.number)
+    plain_step(model, step)
+
+
 def with_balance():
     """The first layer's router chooses by scores and numbers that follow the load (DeepSeek-V3)."""
     model = Model()
@@ -300,6 +323,7 @@ HABITS = {
         step=lambda model, step: step.backward(autocast(model, DATA[step.indices])),
         tolerance=2e-3,
     ),
+    "thawed and frozen in mid-run": Habit(model=Changing, loss=changing_loss, step=changing_step),
     "balance without a loss": Habit(model=with_balance, loss=balanced, step=plain_step),
     "Adagrad": Habit(optimizer=of(Adagrad)),
     "RMSprop, even accumulation": Habit(

@@ -11,7 +11,7 @@ import torch
 from evermoe.copies.replay.calibrate import Arithmetics, calibrate
 from evermoe.copies.replay.part import part_name, parts_of
 from evermoe.copies.replay.sender import FUSED_ROW
-from evermoe.copies.replay.source import Rule
+from evermoe.copies.replay.source import Rule, is_still
 from evermoe.copies.replay.step_code import foreign_code, foreign_step, refuse_foreign_code
 from evermoe.errors import NotReplayable
 from evermoe.optim.combined import each_of
@@ -65,10 +65,19 @@ def can_replay(state: TrainingState, unit: str, rules: Mapping[int, Rule]) -> bo
     """Whether the steps of a unit that one rank trains can be repeated from its gradients, by the rules of parameters.
 
     They must be steps of an expert, or of a unit with an owner and no buffers. All its parameters must have rules, and
-    be float32 or have float32 masters.
+    be float32 or have float32 masters. A frozen unit takes no steps, so that none must be repeated.
     """
+    if is_frozen(state, unit):
+        return True
     found = state.catalog.by_name[unit]
     return (found.layer is not None or unit in state.owners.units) and is_repeatable(state, found, rules)
+
+
+def is_frozen(state: TrainingState, unit: str) -> bool:
+    """Whether a unit has frozen parameters alone, of which the optimizer keeps nothing."""
+    found = state.catalog.by_name[unit]
+    tensors = [state.layers[found.layer].weights] if found.layer is not None else [*state.dense_tensors(unit).values()]
+    return bool(tensors) and all(is_still(each, state.optimizer) for each in tensors)
 
 
 def is_repeatable(state: TrainingState, found: Unit, rules: Mapping[int, Rule]) -> bool:

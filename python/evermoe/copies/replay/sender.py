@@ -18,6 +18,7 @@ from evermoe.copies.replay.source import (
     Rule,
     Source,
     StepNumbers,
+    is_still,
     rules_of,
     wait_for_gradients,
 )
@@ -182,6 +183,7 @@ class GradientSender:
 
         `gradients`: by the parameter's id, gradients that replace the current ones.
         """
+        is_frozen = all(is_still(source.parameter, self._optimizer) for source in self._units[unit])
         for source in self._units[unit]:
             gradient = gradients.get(id(source.parameter), source.parameter.grad)
             source.pending = None
@@ -189,7 +191,7 @@ class GradientSender:
                 yield source.full_state(self._optimizer, step - 1)
             elif (proof := source.proof(step - 1)) is not None:
                 yield proof
-            if source.rule is None:
+            if source.rule is None and not (is_frozen and gradient is None):
                 continue
             record: Record | None = None
             if gradient is None:
@@ -209,9 +211,9 @@ class GradientSender:
         return [source for source in self._units[unit] if source.sent is None or source.sent != source.stamp()]
 
     def next_digests(self, steps: int) -> list[Source]:
-        """Return the parameters whose digests are taken next, each once in this number of calls; often none."""
+        """Return the parameters, none frozen, whose digests are taken next, each once in this number of calls."""
         found = []
-        followed = [source for source in self._sources if source.sent]
+        followed = [each for each in self._sources if each.sent and not is_still(each.parameter, self._optimizer)]
         self._elements_to_read += sum(source.elements for source in followed) / steps
         for _ in followed:
             source = followed[self._next_source % len(followed)]

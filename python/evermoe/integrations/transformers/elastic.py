@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,7 @@ from transformers import PreTrainedModel
 from transformers.integrations import moe as hub_moe
 
 from evermoe.errors import UnsupportedState
-from evermoe.integrations.transformers.adapters import LowRank, adapt, changed
+from evermoe.integrations.transformers.adapters import Wrapper, adapt, changed
 from evermoe.integrations.transformers.own_kinds import declare
 from evermoe.integrations.transformers.quantised import save_dequantised
 from evermoe.integrations.transformers.router_loss import span_members
@@ -92,10 +91,8 @@ class ElasticExperts(Experts):
         self.weights = nn.Parameter(weights, requires_grad)
         self.is_transposed = expert.transposed
         """As transformers' module says it."""
-        self.changes: dict[str, Sequence[LowRank]] = {}
-        """Changes of matrices by adapters during a forward, by transformers' names."""
-        self.adapted: set[str] = set()
-        """Names of the matrices that have adapters."""
+        self.wrappers: list[Wrapper] = []
+        """peft's, around this one."""
         self.register_state_dict_post_hook(_as_hub)
         self.register_load_state_dict_pre_hook(_from_hub)
 
@@ -119,7 +116,12 @@ class ElasticExperts(Experts):
 
     def _matrices(self, dtype: torch.dtype) -> dict[str, Tensor]:
         found = super()._matrices(dtype)
-        return changed(found, {self._stack_names[name]: each for name, each in self.changes.items()})
+        return changed(found, {self._stack_names[each.parameter_name]: each for each in self.wrappers})
+
+    @property
+    def adapted(self) -> set[str]:
+        """Names of the matrices that have adapters."""
+        return {each.parameter_name for each in self.wrappers}
 
 
 def hub_name(name: str) -> str:
@@ -197,8 +199,10 @@ def make_elastic(model: nn.Module, *, balance_rate: float | None = None, **optio
         )
     span_members(model)
     watch_routers(model)
-    for layer, name in adapt(model, {m: m.adaptable for m in model.modules() if isinstance(m, ElasticExperts)}):
-        layer.adapted.add(name)
+    layers = [layer for layer in model.modules() if isinstance(layer, ElasticExperts)]
+    wrappers = adapt(model, {layer: layer.adaptable for layer in layers})
+    for layer in layers:
+        layer.wrappers = [wrapper for base, wrapper in wrappers if base is layer]
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             save_dequantised(module)

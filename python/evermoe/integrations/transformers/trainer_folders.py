@@ -10,11 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from torch import Tensor
 from transformers import PreTrainedModel, Trainer
 from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_callback import ExportableState
 
 from evermoe.checkpoint.folder_weights import INDEX
+from evermoe.checkpoint.weight_folder import WeightFolder
+from evermoe.integrations.transformers.adapters import is_adapted, state_outside_experts
 from evermoe.integrations.transformers.hub_folder import export
 from evermoe.session.session import Session
 
@@ -32,6 +36,8 @@ def save_model(
 ) -> str:
     """Write the complete model as the main process; collective. Files of an earlier model in the folder are replaced.
 
+    Of peft's model its adapters are written, as peft does.
+
     Args:
         session: trains the model.
         model: an elastic model of transformers.
@@ -45,13 +51,22 @@ def save_model(
     Raises:
         PersistFailed: the main process could not write; the same on all members.
         PeerLost: a member is gone.
+        UnsupportedState: a model of peft has experts that are trained themselves.
     """
-    if not (is_main and folder.is_dir() and any(folder.iterdir())):
-        export(session, model, folder, add_more=add_more)
+    state = state_outside_experts(model) if is_adapted(model) else None
+    has_files = is_main and folder.is_dir() and any(folder.iterdir())
+    draft = folder / "model.writing" if has_files else folder
+    if has_files:
+        shutil.rmtree(draft, ignore_errors=True)
+    if state is None:
+        export(session, model, draft, add_more=add_more)
+    elif is_main:  # it has all adapters; the others wait for the outcome
+        try:
+            _write_adapters(model, state, draft, add_more)
+        except (OSError, SafetensorError) as error:
+            return f"the adapters were not written: {error}"
+    if not has_files:
         return ""
-    draft = folder / "model.writing"
-    shutil.rmtree(draft, ignore_errors=True)
-    export(session, model, draft, add_more=add_more)
     try:
         _move(draft, folder)
     except OSError as error:
@@ -59,8 +74,21 @@ def save_model(
     return ""
 
 
+def _write_adapters(
+    model: PreTrainedModel, state: dict[str, Tensor], folder: Path, add_more: Callable[[Path], None]
+) -> None:
+    def add_adapters(draft: Path) -> None:
+        model.save_pretrained(str(draft), state_dict=state)
+        add_more(draft)
+
+    with WeightFolder(folder) as draft:
+        draft.publish(add_adapters)
+
+
 def _move(draft: Path, folder: Path) -> None:
     """Move a model's files into a folder, in place of those of an earlier model."""
+    for place in [entry for entry in draft.iterdir() if entry.is_dir()]:  # of another adapter than the first
+        shutil.rmtree(folder / place.name, ignore_errors=True)
     new = {entry.name for entry in draft.iterdir()}
     for old in [folder / INDEX, *folder.glob("model*.safetensors")]:
         if old.name not in new:

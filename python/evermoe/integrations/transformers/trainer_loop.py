@@ -23,6 +23,7 @@ from transformers import Trainer, TrainerCallback
 
 from evermoe.data.sampler import ElasticSampler
 from evermoe.integrations.transformers import trackers, trainer_folders
+from evermoe.integrations.transformers.adapters import BestAdapters, is_adapted
 from evermoe.integrations.transformers.hub_weights import HubWeights
 from evermoe.integrations.transformers.step_batches import Epochs, Follower, StepBatches
 from evermoe.integrations.transformers.trainer_progress import TrainerProgress
@@ -96,7 +97,9 @@ class TrainerLoop(Trainer):
         arguments["stateful"] = {**(arguments.get("stateful") or {}), "trainer": self.progress}
         model: Any = self.model
         self.session = Session(model, real, self.sampler, **arguments)
-        substitute_of(self.session).source_of = lambda folder: HubWeights(folder, model)
+        substitute_of(self.session).source_of = lambda folder: (
+            BestAdapters(model, folder) if is_adapted(model) else HubWeights(folder, model)
+        )
         # One more than are taken: members stay connected after the last step, until `end`.
         self._steps = self.session.steps(num_training_steps + 1)
         followers: Any = Follower(real), Follower(scheduler)
