@@ -326,6 +326,17 @@ def test_a_routers_loss_is_added_once_for_each_part_as_transformers_does(tmp_pat
     trainer.end()
 
 
+def test_several_optimizers_are_refused_by_name(tmp_path):
+    model = build("qwen3")
+    make_elastic(model)
+    optimizers = [torch.optim.SGD([parameter], lr=0.1) for parameter in model.parameters()][:2]
+    options = {"eval_strategy": "no", "save_strategy": "no", "max_steps": 1, "metric_for_best_model": None}
+    more = {"callbacks": [], "optimizers": (optimizers, None)}
+    trainer = elastic(tmp_path, more=more, model=model, **options)
+    with pytest.raises(ValueError, match="ElasticTrainer: expected one optimizer, got 2: SGD, SGD"):
+        trainer.train()
+
+
 def test_parts_without_samples_reach_no_expert_and_count_no_labels(tmp_path):
     options = {"eval_strategy": "no", "save_strategy": "no", "max_steps": 1, "metric_for_best_model": None}
     trainer = elastic(tmp_path, BATCH + 4, more={"callbacks": []}, **options)

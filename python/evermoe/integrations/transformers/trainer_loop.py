@@ -91,6 +91,12 @@ class TrainerLoop(Trainer):
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
         """Return the scheduler. The session begins here, as this is the last of its inputs; its members meet."""
         real: Any = getattr(self.optimizer, "optimizer", self.optimizer) if optimizer is None else optimizer
+        if isinstance(real, list | tuple):
+            kinds = ", ".join(type(each).__name__ for each in real)
+            raise ValueError(
+                f"ElasticTrainer: expected one optimizer, got {len(real)}: {kinds}. A Session takes several, in a loop "
+                "of your own"
+            )
         scheduler = super().create_scheduler(num_training_steps, real)
         norm = self.args.max_grad_norm if self.args.max_grad_norm and self.args.max_grad_norm > 0 else None
         arguments: SessionArguments = {"max_grad_norm": norm, **self._arguments, "scheduler": scheduler}
