@@ -13,7 +13,8 @@ import evermoe
 from evermoe._native import PROTOCOL
 from evermoe.comm.messages import Identity, Messages
 from support.messages import told
-from support.worker import SAMPLES, Model, make_optimizer, make_scheduler
+from support.optimizers import make_optimizer, make_scheduler
+from support.worker import SAMPLES, Model
 
 ADDRESS = "http://127.0.0.1:9"
 """Of a Lighthouse that is never asked."""

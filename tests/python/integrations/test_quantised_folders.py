@@ -11,8 +11,9 @@ from safetensors.torch import load_file, save_file
 
 import evermoe
 from support.hub import Loss
+from support.optimizers import make_optimizer
 from support.quantised import BLOCK, spread, to_fp8, write_folder
-from support.worker import SAMPLES, Fault, dataset, make_optimizer
+from support.worker import SAMPLES, Fault, dataset
 
 transformers = pytest.importorskip("transformers")
 from evermoe.errors import CorruptCopy, UnsupportedState  # noqa: E402

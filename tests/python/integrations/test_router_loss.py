@@ -14,8 +14,9 @@ import evermoe
 from evermoe.comm.collectives import ExpertReducer
 from evermoe.moe.experts import expert_layers
 from support.hub import BALANCED, VOCABULARY, Loss, build
+from support.optimizers import make_optimizer
 from support.ranks import run_ranks, sum_gradients
-from support.worker import SAMPLES, Fault, dataset, make_optimizer
+from support.worker import SAMPLES, Fault, dataset
 
 transformers = pytest.importorskip("transformers")
 

@@ -9,7 +9,8 @@ import torch
 import evermoe
 from support.families import build_family, class_of
 from support.hub import Loss, build
-from support.worker import SAMPLES, Fault, dataset, make_optimizer
+from support.optimizers import make_optimizer
+from support.worker import SAMPLES, Fault, dataset
 
 transformers = pytest.importorskip("transformers")
 from evermoe.integrations.transformers import make_elastic  # noqa: E402

@@ -6,7 +6,8 @@ import torch
 import evermoe
 from support.families import CLASSES, build_family
 from support.hub import Loss, build, config, labels_of
-from support.worker import SAMPLES, Fault, dataset, make_optimizer
+from support.optimizers import make_optimizer
+from support.worker import SAMPLES, Fault, dataset
 
 transformers = pytest.importorskip("transformers")
 from evermoe.errors import CorruptCopy  # noqa: E402

@@ -8,7 +8,8 @@ import torch
 import evermoe
 from support.history import check_history
 from support.hub import MODELS, build, elastic
-from support.worker import SAMPLES, Fault, dataset, make_optimizer
+from support.optimizers import make_optimizer
+from support.worker import SAMPLES, Fault, dataset
 
 transformers = pytest.importorskip("transformers")
 

@@ -17,6 +17,7 @@ from evermoe.session.purposes import Meeting, Purpose
 from support import worker
 from support.flat_options import grouped
 from support.harness import Worker
+from support.optimizers import make_optimizer
 from support.worker import Options, Recorder
 
 BATCHES = [worker.dataset()[start : start + 7] for start in (0, 7, 14, 21, 28)]
@@ -172,7 +173,7 @@ def train(options: Options) -> None:
     record = Recorder(options)
     record.write("started", parent=os.getppid())
     model, data = worker.make_model(""), worker.dataset()
-    optimizer = worker.make_optimizer(options.optimizer, model)
+    optimizer = make_optimizer(options.optimizer, model)
     sampler = evermoe.ElasticSampler(worker.SAMPLES, options.batch_size)
     session = evermoe.Session(
         model,

@@ -30,6 +30,7 @@ from evermoe.profile import Profiler, memory
 from evermoe.session import buckets
 from evermoe.state.unit import weight_tensors
 from support.flat_options import grouped
+from support.optimizers import make_optimizer, make_scheduler
 
 VOCABULARY, WIDTH, SAMPLES = 32, 16, 100
 EVERYTHING = 1 << 60
@@ -169,35 +170,6 @@ def make_model(name: str) -> nn.Module:
 
         return elastic(name)
     return Model()
-
-
-def make_optimizer(name: str, model: nn.Module) -> Any:
-    if name == "muon":  # and another one for the rest
-        matrices = [p for p in model.parameters() if p.dim() == 2 and p is not model.embedding.weight]
-        others = [p for p in model.parameters() if all(p is not each for each in matrices)]
-        return [evermoe.optim.Muon(matrices, lr=1e-2), evermoe.optim.AdamW(others, lr=1e-2)]
-    if name == "sgd-fused":  # counts up no versions of the tensors that it writes
-        return torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9, fused=True)
-    if name == "sgd":
-        return torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
-    if name == "evermoe":
-        return evermoe.optim.AdamW(model.parameters(), lr=1e-2)
-    if name == "masters":
-        from support.masters import MasterAdam  # this file also runs by itself, without the others
-
-        return MasterAdam(model.parameters(), lr=1e-2)
-    return torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-
-
-def make_scheduler(name: str | None, optimizer: torch.optim.Optimizer) -> Any:
-    """None, or a scheduler that changes the learning rate at every step."""
-    lr = torch.optim.lr_scheduler
-    if name == "cosine":
-        return lr.CosineAnnealingLR(optimizer, 40)
-    if name == "warmup":  # nested state
-        parts = [lr.LinearLR(optimizer, 0.1, 1.0, 4), lr.CosineAnnealingLR(optimizer, 40)]
-        return lr.SequentialLR(optimizer, parts, [4])
-    return None
 
 
 class Recorder:

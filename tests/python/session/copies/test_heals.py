@@ -8,7 +8,8 @@ from evermoe.state.training_state import TrainingState
 from support.early_states import EarlyStatesWorker
 from support.harness import FEWEST
 from support.history import check_history, check_recovered
-from support.worker import Fault, Model, make_optimizer
+from support.optimizers import make_optimizer
+from support.worker import Fault, Model
 
 FLIPPED, KILLED = 10, 24
 BUSY = 60

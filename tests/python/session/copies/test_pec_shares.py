@@ -11,7 +11,8 @@ from evermoe.checkpoint.manifest import SAVE
 from evermoe.planning.save_shares import ALIGNMENT
 from support.harness import FEWEST
 from support.history import check_history
-from support.worker import Fault, Model, make_optimizer
+from support.optimizers import make_optimizer
+from support.worker import Fault, Model
 
 FAULT = 6
 

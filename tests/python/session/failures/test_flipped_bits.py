@@ -13,7 +13,8 @@ from evermoe.state.version import step_of
 from support.flips import flip_file
 from support.harness import FEWEST, wait_until
 from support.history import check_history, check_recovered
-from support.worker import Fault, Model, make_optimizer
+from support.optimizers import make_optimizer
+from support.worker import Fault, Model
 
 REPLAYED = ["auto", "moetion"]
 FLIPPED = 4

@@ -13,9 +13,10 @@ from evermoe.state.training_state import TrainingState
 from evermoe.state.version import step_of
 from support.harness import FEWEST, wait_until
 from support.history import check_history, check_recovered
+from support.optimizers import make_optimizer
 from support.proxy import Fault as Trouble
 from support.proxy import proxy_to
-from support.worker import Fault, Model, make_optimizer
+from support.worker import Fault, Model
 
 OPTIMIZER = "sgd"
 """Of jobs of `pec`: it counts nothing for the experts of a layer together, so what is restored is what was saved."""

@@ -10,6 +10,7 @@ import evermoe
 from evermoe import ElasticSampler
 from support import worker
 from support.between import BATCHES, logits_loss, scenario
+from support.optimizers import make_optimizer
 from support.worker import Fault
 
 STEPS = 5
@@ -19,7 +20,7 @@ STEPS = 5
 def expected():
     """Return what one process finds after each step."""
     model, data = worker.make_model(""), worker.dataset()
-    session = evermoe.Session(model, worker.make_optimizer("adamw", model), ElasticSampler(worker.SAMPLES, 12))
+    session = evermoe.Session(model, make_optimizer("adamw", model), ElasticSampler(worker.SAMPLES, 12))
     found = {}
     for step in session.steps(STEPS):
         with step:
@@ -178,7 +179,7 @@ def test_member_that_joined_adopts_no_result_of_an_evaluation_before_it_came(sta
 
 def test_block_of_one_member_ends_early_when_its_body_finds_a_member_lost():
     model = worker.make_model("")
-    session = evermoe.Session(model, worker.make_optimizer("adamw", model), ElasticSampler(worker.SAMPLES, 12))
+    session = evermoe.Session(model, make_optimizer("adamw", model), ElasticSampler(worker.SAMPLES, 12))
     steps = session.steps(1)
     next(steps)
     with session.alone():

@@ -7,6 +7,7 @@ import pytest
 from support import worker
 from support.harness import FEWEST
 from support.history import check_history, check_recovered
+from support.optimizers import make_optimizer
 from support.worker import Fault
 
 STEPS = 12
@@ -17,7 +18,7 @@ def plain_losses(optimizer):
     import evermoe
 
     model, data = worker.Model().bfloat16(), worker.dataset()
-    stepper = worker.make_optimizer(optimizer, model)
+    stepper = make_optimizer(optimizer, model)
     sampler = evermoe.ElasticSampler(worker.SAMPLES, 12)
     losses = []
     for _ in range(STEPS):

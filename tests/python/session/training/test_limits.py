@@ -19,6 +19,7 @@ from evermoe.errors import PeerLost
 from support import worker
 from support.harness import PATIENCE, as_json
 from support.history import check_history, check_recovered
+from support.optimizers import make_optimizer, make_scheduler
 from support.worker import Fault, Model, Options, dataset
 
 
@@ -30,8 +31,8 @@ def losses(each):
 def reference(steps=10, batch_size=12, optimizer="adamw", schedule=None, max_grad_norm=None):
     """The same training as a plain loop in this process: losses and the learning rate after each step."""
     model, data = Model(), dataset()
-    optimizer = worker.make_optimizer(optimizer, model)
-    scheduler = worker.make_scheduler(schedule, optimizer)
+    optimizer = make_optimizer(optimizer, model)
+    scheduler = make_scheduler(schedule, optimizer)
     sampler = evermoe.ElasticSampler(worker.SAMPLES, batch_size)
     found, rates = {}, {}
     for step in range(steps):

@@ -10,7 +10,8 @@ import pytest
 from evermoe import ElasticSampler, Session
 from support.harness import FEWEST, Job
 from support.history import check_history, check_recovered, committed_steps
-from support.worker import Fault, Model, make_optimizer
+from support.optimizers import make_optimizer
+from support.worker import Fault, Model
 
 FAULT = 5
 """The step in which things go wrong."""
