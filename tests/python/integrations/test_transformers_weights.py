@@ -13,6 +13,7 @@ from evermoe.checkpoint.folder_weights import INDEX
 from evermoe.state.building import LARGE
 from evermoe.state.unit import expert_unit
 from support.hub import MODELS, build, config
+from support.hub_trainer import tokenizer
 
 transformers = pytest.importorskip("transformers")
 from evermoe.integrations.transformers import export, from_pretrained, make_elastic  # noqa: E402
@@ -82,3 +83,29 @@ def test_folders_of_other_models(tmp_path):
         evermoe.errors.CorruptCopy, match=r"has no weights for model.layers.0.self_attn.q_norm.weight|another model"
     ):
         export(HubWeights(tmp_path / "source", model), model, tmp_path / "more")
+
+
+def test_an_export_has_the_other_files_of_the_folder(tmp_path):
+    """Tokenizer, chat templates, processor and settings for generation, byte for byte."""
+    source, out = tmp_path / "source", tmp_path / "out"
+    build("mixtral").save_pretrained(source)
+    words = tokenizer()
+    words.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    words.save_pretrained(source)
+    transformers.GenerationConfig(do_sample=True, temperature=0.25, eos_token_id=[2, 3]).save_pretrained(source)
+    (source / "preprocessor_config.json").write_text('{"image_processor_type": "CLIPImageProcessor"}')
+    (source / "additional_chat_templates").mkdir()
+    (source / "additional_chat_templates" / "tool.jinja").write_text("{{ tools }}")
+    (source / "README.md").write_text("# another model")
+    (source / "optimizer.pt").write_bytes(b"large")
+    model, weights = from_pretrained(source)
+    export(weights, model, out)
+    names = {str(path.relative_to(source)) for path in source.rglob("*")} - {"README.md", "optimizer.pt"}
+    assert {str(path.relative_to(out)) for path in out.rglob("*")} == names
+    for name in names - {"config.json", "generation_config.json", "additional_chat_templates"}:
+        if not name.endswith(".safetensors"):
+            assert (out / name).read_bytes() == (source / name).read_bytes(), name
+    found = transformers.GenerationConfig.from_pretrained(out)
+    assert (found.do_sample, found.temperature, found.eos_token_id) == (True, 0.25, [2, 3])
+    templates = {"default": words.chat_template, "tool": "{{ tools }}"}
+    assert transformers.AutoTokenizer.from_pretrained(out).chat_template == templates

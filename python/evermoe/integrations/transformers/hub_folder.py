@@ -20,6 +20,7 @@ from evermoe.checkpoint import full_state
 from evermoe.checkpoint.full_state import LiveWeights
 from evermoe.checkpoint.weight_folder import WeightFolder
 from evermoe.integrations.transformers.elastic import hub_name, make_elastic
+from evermoe.integrations.transformers.hub_files import copy_processing
 from evermoe.integrations.transformers.hub_model import build_model, read_config
 from evermoe.integrations.transformers.hub_weights import HubWeights, ModelOfTensors
 from evermoe.integrations.transformers.quantised import forget_quantisation
@@ -81,6 +82,8 @@ def export(
 ) -> None:
     """Write a folder that transformers' `from_pretrained` loads, one layer in memory at a time.
 
+    Files of tokenizer, processor and chat templates are copied from the folder of which the configuration was read.
+
     It appears when all of it is on disk. From a session, all members that train call this between steps, and rank 0
     writes what the others send: `evermoe.Session.full_state_dict` says when, and what follows when a member is lost.
 
@@ -103,6 +106,7 @@ def export(
         model.config.save_pretrained(draft)
         if model.can_generate() and model.generation_config is not None:
             model.generation_config.save_pretrained(draft)
+        copy_processing(model, draft)
         add_more(draft)
 
     if isinstance(source, Session):

@@ -9,6 +9,7 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from evermoe.integrations.transformers.hub_files import read_generation
 from evermoe.integrations.transformers.quantised import forget_quantisation
 
 
@@ -35,4 +36,5 @@ def build_model(config: PretrainedConfig, dtype: torch.dtype | None = None, mode
     kind: Any = model_class or getattr(transformers, name, AutoModelForCausalLM)
     build = kind.from_config if hasattr(kind, "from_config") else kind._from_config
     model: PreTrainedModel = build(config, dtype=dtype or config.dtype or torch.float32)
+    read_generation(model)
     return model

@@ -94,6 +94,8 @@ def _move(draft: Path, folder: Path) -> None:
         if old.name not in new:
             old.unlink(missing_ok=True)
     for name in sorted(new):
+        if (folder / name).is_dir():  # of chat templates
+            shutil.rmtree(folder / name)
         os.replace(draft / name, folder / name)
     draft.rmdir()
 
