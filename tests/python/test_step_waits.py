@@ -44,7 +44,8 @@ def driver_of(model, clip, seen):
     driver._state = TrainingState(model, torch.optim.SGD(model.parameters(), lr=0.1), session=None)
     driver._group, driver._config.max_grad_norm = Group(), clip
     driver._script.loss_scale.value, driver.lost.reported, driver.lost.is_returning = 1.0, 0.0, False
-    driver.saving.checkpointer.is_over = driver.saving.is_save_over = False
+    checkpointer = driver.saving.checkpointer
+    checkpointer.is_over = checkpointer.is_overdue = driver.saving.is_save_over = False
     driver._config.on_gradients = None
     driver._script.optimizer = driver._state.optimizer
     membership = mock.Mock(side_group=Group(), trainer_group=driver._group)
@@ -63,7 +64,7 @@ def take(model, xs, count, clip, waits):
     step = Step(
         0,
         1,
-        Share(torch.arange(3 * PARTS), 1.0),
+        lambda: Share(torch.arange(3 * PARTS), 1.0),
         watcher,
         commit=lambda step: True,
         fail=lambda error: None,

@@ -13,6 +13,7 @@ WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module", "module")
 def named_parts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield what `model.named_modules()` yields, with the paths of the model without wrappers, and without these.
 
+        >>> import torch
         >>> [path for path, _ in named_parts(torch.compile(nn.Sequential(nn.Linear(1, 1))))]
         ['', '0']
 
