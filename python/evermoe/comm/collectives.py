@@ -179,13 +179,13 @@ class ExpertReducer:
         wire = functools.reduce(torch.promote_types, (gradient.dtype for gradient in gradients))
         theirs = [part for parts in each.theirs for part in parts]
         outgoing = torch.empty(sum(send), dtype=wire, device=gradients[0].device)
-        shares = list(zip(theirs, outgoing.split([part.elements for part in theirs]), strict=True))
-        for part, share in shares:
+        lengths = [part.elements for part in theirs]
+        for part, share in zip(theirs, outgoing.split(lengths), strict=True):
             share.view(part.rows, -1).copy_(part.of(gradients))
         incoming = group.all_to_all(outgoing, send, receive)
         totals = self._sum(each.mine, incoming.split(receive), gradients, group.rank)
-        group.all_to_all(incoming, receive, send, received=outgoing)
-        return [*totals, *shares]
+        returned = group.all_to_all(incoming, receive, send)
+        return [*totals, *zip(theirs, returned.split(lengths), strict=True)]
 
     @staticmethod
     def _sum(

@@ -196,30 +196,26 @@ class Group:
         rows = self.all_gather(mine)
         return [rows[i, :length].numpy().tobytes() for i, length in enumerate(lengths)]
 
-    def all_to_all(
-        self,
-        rows: torch.Tensor,
-        send_counts: list[int],
-        receive_counts: list[int],
-        received: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def all_to_all(self, rows: torch.Tensor, send_counts: list[int], receive_counts: list[int]) -> torch.Tensor:
         """Exchange rows unevenly along dim 0: the first `send_counts[0]` rows go to rank 0, and so on.
 
-        `rows` is `[sum(send_counts), ...]`, contiguous; the result is `[sum(receive_counts), ...]`, by source rank, in
-        `received` if that is given.
+        `rows` is `[sum(send_counts), ...]`, contiguous; the result is `[sum(receive_counts), ...]`, by source rank.
         """
         if len(send_counts) != self.size or len(receive_counts) != self.size or sum(send_counts) != rows.shape[0]:
             raise ValueError(
                 f"all_to_all among {count(self.size, 'member')}: expected {self.size} counts each way and send counts "
                 f"that sum to the {len(rows)} rows, got send_counts={send_counts}, receive_counts={receive_counts}"
             )
-        if received is None:
-            received = rows.new_empty((sum(receive_counts), *rows.shape[1:]))
+        received = rows.new_empty((sum(receive_counts), *rows.shape[1:]))
         if self.size == 1 and self.broken is None:
             return received.copy_(rows)
         rows = rows.contiguous()
-        counts, options = (receive_counts, send_counts), c10d.AllToAllOptions()
-        self._call("all_to_all", rows, lambda pg: pg.alltoall_base(received, rows, *counts, options))
+        options = c10d.AllToAllOptions()
+        self._call(
+            "all_to_all",
+            rows,
+            lambda pg: pg.alltoall_base(received, rows, receive_counts, send_counts, options),
+        )
         return received
 
     def exchange(

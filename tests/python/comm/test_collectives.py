@@ -236,7 +236,7 @@ def test_halves_are_summed_in_float32(tmp_path, dtype):
 
 def count_expert_bytes(group, dtype):
     nbytes, all_to_all = [], group.all_to_all
-    group.all_to_all = lambda rows, *others, **named: nbytes.append(rows.nbytes) or all_to_all(rows, *others, **named)
+    group.all_to_all = lambda rows, *counts: nbytes.append(rows.nbytes) or all_to_all(rows, *counts)
     reduce_experts(group, [np.ones((2, 3), np.int64), np.ones((2, 1), np.int64)], dtype, 1 << 20)
     return sum(nbytes)
 
