@@ -181,3 +181,11 @@ def test_other_arguments_at_a_resume_are_named_once_and_count_from_there_on(capl
 def test_wrong_ranks(rank, size):
     with pytest.raises(ValueError, match=f"rank={rank}, size={size}"):
         ElasticSampler(10, 4).share(rank, size)
+
+
+def test_a_change_while_a_batch_is_used_counts_from_the_next_one_on():
+    sampler = ElasticSampler(100, 10, shuffle=False)
+    used = sampler.batch().tolist()
+    sampler.change(batch_size=20)
+    sampler.advance()
+    assert used + sampler.batch().tolist() == list(range(30))

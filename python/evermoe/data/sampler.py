@@ -144,6 +144,8 @@ class ElasticSampler:
         self.batch_size = checked("batch_size", batch_size, int, least=1)
         self.shuffle, self.seed = checked("shuffle", shuffle, bool), checked("seed", seed, int)
         self.consumed = 0
+        self._read = 0
+        """Samples of the batch that was read last; 0 if it is consumed."""
         self._given = self._current()
         self._first = self._order(0)
         """The epoch of the latest change, or its rest."""
@@ -212,7 +214,7 @@ class ElasticSampler:
 
     def batch(self) -> Tensor:
         """Return the next global batch: int64 `[B]`; the same until `advance`."""
-        parts, at = [], self.consumed
+        parts, at, self._read = [], self.consumed, self.batch_size
         while at < self.consumed + self.batch_size:
             order = self._order_at(at)
             self._recent = [*(each for each in self._recent if each is not order), order][-2:]
@@ -235,7 +237,8 @@ class ElasticSampler:
 
     def advance(self) -> None:
         """Count the batch as consumed: its step is committed."""
-        self.consumed += self.batch_size
+        self.consumed += self._read or self.batch_size
+        self._read = 0
 
     def settings(self) -> dict[str, int | bool]:
         """Return the constructor's arguments, which must be the same on all members of a job."""
@@ -256,7 +259,7 @@ class ElasticSampler:
         """
         names = self._given.keys()
         given = state.get("given", {name: state[name] for name in names})
-        self.consumed = int(state["consumed"])
+        self.consumed, self._read = int(state["consumed"]), 0
         for name in names:
             setattr(self, name, state[name])
         self._first = _Order(**state["order"]) if "order" in state else self._order(0)

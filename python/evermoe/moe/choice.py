@@ -71,6 +71,11 @@ class Replay:
     def __len__(self) -> int:
         return len(self._ids_TK)
 
+    @property
+    def top_k(self) -> int:
+        """K."""
+        return self._ids_TK.shape[1]
+
     def find(self, own_TK: Tensor) -> Chosen:
         """Return the choice for the tokens of a forward, for which the router chooses `own_TK`.
 
@@ -128,6 +133,20 @@ class Choice:
         self._is_repeat = checkpointing.is_recomputing()
         self._replaced = None if self._is_repeat else layer.replaced
         self._chosen: Chosen | None = None
+        self._next: Chosen | None = None
+        """In a recomputation: the choice that comes next, if it is not the one that was asked for."""
+
+    def is_of_groups(self, own_TK: Tensor) -> bool:
+        """Return whether this is not the choice of experts, but of two whose scores are those of a group.
+
+        A group may consist of all experts. The number of experts of a replay, or of the forward, then differs.
+        """
+        replay = None if self._replaced is None else self._replaced.replay
+        if replay is not None:
+            return replay.top_k != own_TK.shape[1]
+        if self._is_repeat and self._next is None:
+            self._next = checkpointing.once(self._layer, "choice", lambda: Chosen(own_TK))
+        return self._next is not None and self._next.ids_TK.shape[1] != own_TK.shape[1]
 
     def choose(self, own_TK: Tensor) -> Tensor:
         """Return the experts of the tokens, `[T, K]`, for which the router chooses `own_TK`.
@@ -137,7 +156,8 @@ class Choice:
         """
         replay = None if self._replaced is None else self._replaced.replay
         find = Chosen if replay is None else replay.find
-        self._chosen = checkpointing.once(self._layer, "choice", lambda: find(own_TK))
+        found, self._next = self._next, None
+        self._chosen = found or checkpointing.once(self._layer, "choice", lambda: find(own_TK))
         return self._chosen.ids_TK
 
     def weigh(self, own_TK: Tensor) -> Tensor:
@@ -242,7 +262,10 @@ class _ByTopK(TorchFunctionMode):
         own = found.indices
         if self._layer.choice is not self._choice or scores.shape[-1] < self._layer.num_experts:
             return found  # the choice has ended, or this one is of groups of experts
-        ids = self._choice.choose(own.reshape(-1, own.shape[-1])).view_as(own)
+        own_TK = own.reshape(-1, own.shape[-1])
+        if self._choice.is_of_groups(own_TK):
+            return found
+        ids = self._choice.choose(own_TK).view_as(own)
         return torch.return_types.topk((scores.gather(-1, ids), ids))
 
 

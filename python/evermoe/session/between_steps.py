@@ -179,7 +179,8 @@ class BetweenSteps(BaseSession):
             path_or_name: a path, a URL, or a name without a slash, which becomes a folder below the session's
                 checkpoints. None: one more among the session's own.
             keep: number of the newest checkpoints at that path, this one included, that are kept; the others are
-                removed when this one is complete. None: all. The session's own are kept as `Checkpoints` says.
+                removed when this one is complete. Those of later steps, which a recovery has undone, stay until a save
+                passes them. None: all. The session's own are kept as `Checkpoints` says.
 
         Returns:
             Path or URL of the checkpoint. None if a member was lost meanwhile: the session recovers before the next

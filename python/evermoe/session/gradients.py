@@ -256,7 +256,12 @@ def multiply(state: TrainingState, factor: float) -> None:
 
 
 def step_optimizer(
-    optimizer: torch.optim.Optimizer, state: TrainingState, factor: float, *, has_own_code: bool
+    optimizer: torch.optim.Optimizer,
+    state: TrainingState,
+    factor: float,
+    *,
+    has_own_code: bool,
+    repeated: Collection[torch.optim.Optimizer] = (),
 ) -> None:
     """Step with all gradients multiplied by a factor: in an optimizer's own pass if it can, else in one before.
 
@@ -268,20 +273,21 @@ def step_optimizer(
         state: whose gradients are reduced.
         factor: of `factor_of`.
         has_own_code: whether a script's code runs in the step on some member; it sees gradients that are multiplied.
+        repeated: optimizers whose steps replicas repeat. No script's code runs in these.
     """
     # Torch's fused optimizers divide by their `grad_scale`, and write the quotients to the gradients. They keep the
     # pass: a replica learns the factor after the gradient, and would have to divide by the same rounded reciprocal, but
     # no record says so (fused SGD without momentum has the arithmetic of the plain one).
-    if has_own_code:
-        multiply(state, factor)
-        optimizer.step()
-        return
-    for each in each_of(optimizer):
-        if takes_factor(each):
+    optimizers = each_of(optimizer)
+    own = [each for each in optimizers if takes_factor(each) and (not has_own_code or each in repeated)]
+    if factor != 1 and len(own) < len(optimizers):
+        left = {id(p) for each in own for group in each.param_groups for p in group["params"]}
+        every = [*state.dense, *(layer.weights for layer in state.layers.values())]
+        scale([p.grad for p in every if p.grad is not None and id(p) not in left], factor)
+    for each in optimizers:
+        if each in own:
             each.step(factor=factor)
         else:
-            if factor != 1:
-                scale([p.grad for group in each.param_groups for p in group["params"] if p.grad is not None], factor)
             each.step()
 
 

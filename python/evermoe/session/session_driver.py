@@ -224,7 +224,10 @@ class SessionDriver(RecoveryDriver):
             else:
                 self.guard.allow_step()
                 has_own_code = sums.steps_own > 0
-                gradients.step_optimizer(self._script.optimizer, self._state, clip, has_own_code=has_own_code)
+                repeated = self._protection.replicas.arithmetics
+                gradients.step_optimizer(
+                    self._script.optimizer, self._state, clip, has_own_code=has_own_code, repeated=repeated
+                )
                 report_load(self._state.layers.values())
                 self._state.expert_load.add_step()
             self._script.loss_scale.update(has_overflowed=clip is None)

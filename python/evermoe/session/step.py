@@ -149,7 +149,11 @@ class Step:
         self._watcher.end_backward()
 
     def __enter__(self) -> Any:
-        batch = self._share.batch
+        try:
+            batch = self._share.batch
+        except BaseException as failure:
+            self._fail(failure)
+            raise
         self.is_entered = True
         self._watcher.begin_step(self)
         self._begin_part(None)

@@ -23,6 +23,15 @@ MODELS = {
     "Qwen3Moe": {"moe_intermediate_size": 32, "head_dim": 8, "num_experts": 8},
     "Mixtral": {"num_local_experts": 8, "router_jitter_noise": 0.3},
     "GptOss": {"num_local_experts": 8, "head_dim": 8},
+    "Glm4Moe": {  # one group, of which a router with groups chooses two experts for the group's score
+        "moe_intermediate_size": 32,
+        "head_dim": 8,
+        "n_routed_experts": 8,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 0,
+        "num_experts_per_tok": 3,
+    },
     "DeepseekV3": {
         "moe_intermediate_size": 32,
         "n_routed_experts": 8,
@@ -37,7 +46,7 @@ TOKENS = torch.randint(0, 64, (BATCH, LENGTH), generator=torch.Generator().manua
 
 def make(name, seed):
     torch.manual_seed(seed)
-    config = getattr(transformers, f"{name}Config")(**SIZES, **MODELS[name])
+    config = getattr(transformers, f"{name}Config")(**SIZES | MODELS[name])
     return make_elastic(transformers.AutoModelForCausalLM.from_config(config)).train()
 
 
@@ -59,7 +68,8 @@ def test_routing_of_another_model_is_replayed(name):
     layers = 1 if name == "DeepseekV3" else 2
     with record_routing(rollout) as routing:
         expected = loss_of(rollout)
-    assert routing.ids.shape == (BATCH * LENGTH, layers, K)
+    top_k = MODELS[name].get("num_experts_per_tok", K)
+    assert routing.ids.shape == (BATCH * LENGTH, layers, top_k)
     with replay_routing(rollout, routing.ids):
         assert torch.equal(loss_of(rollout), expected)
     with record_routing(model) as own:
@@ -69,7 +79,7 @@ def test_routing_of_another_model_is_replayed(name):
     for kind in (None, False, True):
         if kind is not None:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": kind})
-        with record_routing(model) as used, replay_routing(model, routing.ids.view(BATCH, LENGTH, layers, K)):
+        with record_routing(model) as used, replay_routing(model, routing.ids.view(BATCH, LENGTH, layers, top_k)):
             loss = loss_of(model)
         found.append(gradients(model, loss))
         assert torch.equal(used.ids, routing.ids)

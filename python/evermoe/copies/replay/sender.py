@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from evermoe.copies.replay.calibrate import Arithmetics, calibrate
 from evermoe.copies.replay.source import (
@@ -76,6 +76,8 @@ class GradientSender:
         names = {source.record_name for source in self._sources}
         if len(names) < len(self._sources):
             raise ValueError("units: two parameters have the same unit and name joined by '/'; rename one")
+        self._stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        """Ids of the parameters that an optimizer has."""
         rules = rules_of(optimizer, found)
         for sources in self._units.values():
             of_unit = [_rule(source, rules.get(id(source.parameter))) for source in sources]
@@ -183,7 +185,7 @@ class GradientSender:
 
         `gradients`: by the parameter's id, gradients that replace the current ones.
         """
-        is_frozen = all(is_still(source.parameter, self._optimizer) for source in self._units[unit])
+        is_frozen = all(self._takes_no_step(source) for source in self._units[unit])
         for source in self._units[unit]:
             gradient = gradients.get(id(source.parameter), source.parameter.grad)
             source.pending = None
@@ -191,6 +193,8 @@ class GradientSender:
                 yield source.full_state(self._optimizer, step - 1)
             elif (proof := source.proof(step - 1)) is not None:
                 yield proof
+            if id(source.parameter) not in self._stepped:
+                gradient = None  # a parameter that no optimizer has may have one
             if source.rule is None and not (is_frozen and gradient is None):
                 continue
             record: Record | None = None
@@ -205,6 +209,10 @@ class GradientSender:
             if record is not None:
                 source.was_sent = isinstance(record, GradientRecord) or gradient is None
                 yield record
+
+    def _takes_no_step(self, source: Source) -> bool:
+        is_missing = isinstance(source.parameter, nn.Parameter) and id(source.parameter) not in self._stepped
+        return is_missing or is_still(source.parameter, self._optimizer)
 
     def lacking(self, unit: str) -> list[Source]:
         """Return the sources of a unit that replicas cannot follow without a full state; call `reread` first."""

@@ -108,7 +108,7 @@ class HubWeights:
     def _find_lacking(self) -> set[str]:
         """Return the paths of modules of another head than the folder's, which has no weights for them."""
         model, folder = self._model, self._files.folder
-        if type(model).__name__ in read_fields(folder).get("architectures", [type(model).__name__]):
+        if type(model).__name__ in (read_fields(folder).get("architectures") or [type(model).__name__]):
             return set()
         base, tied = f"{model.base_model_prefix}.", set(model.all_tied_weights_keys)
         names = {

@@ -183,6 +183,8 @@ def _fp8(name: str, values: Tensor, scales: Tensor, size: list[int] | None) -> M
     is_packed = values.dtype in (torch.int8, torch.float4_e2m1fn_x2)
     shape = [*values.shape[:-1], values.shape[-1] * (1 + is_packed)]
     rows, columns = shape[-2:]
+    if scales.dim() < 2 and scales.numel() > 1:
+        raise CorruptCopy(f"{name}: expected scales [..., rows, columns] of blocks, got {list(scales.shape)}")
     grid = tuple(scales.shape[-2:]) if scales.dim() > 1 else (1, 1)
     height, width = size or (0, 0)
     if not size or grid != (-(-rows // height), -(-columns // width)):  # experts may have blocks of their own

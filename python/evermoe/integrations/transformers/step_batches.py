@@ -77,3 +77,21 @@ class Follower:
 
     def step(self, *_: Any, **__: Any) -> None:
         """No-op: the session steps the real one after the vote."""
+
+
+def check_place(sampler: ElasticSampler, steps: int) -> None:
+    """Check that a job's batches so far were those by which its script counts epochs.
+
+    Args:
+        sampler: of the script, after the job's state was loaded.
+        steps: taken by the job.
+
+    Raises:
+        ValueError: the job was trained with another batch size or data set.
+    """
+    if sampler.consumed != steps * sampler.batch_size or "order" in sampler.state_dict():
+        raise ValueError(
+            f"ElasticTrainer: the job continues after {steps} steps with {sampler.consumed} samples, in batches or of "
+            f"a data set of another size than this script's: {sampler.batch_size} of {sampler.num_samples}. Epochs "
+            "could not be counted: use the arguments of the job, or start another job from its weights"
+        )

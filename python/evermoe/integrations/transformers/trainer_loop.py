@@ -25,7 +25,7 @@ from evermoe.data.sampler import ElasticSampler
 from evermoe.integrations.transformers import trackers, trainer_folders
 from evermoe.integrations.transformers.adapters import BestAdapters, is_adapted
 from evermoe.integrations.transformers.hub_weights import HubWeights
-from evermoe.integrations.transformers.step_batches import Epochs, Follower, StepBatches
+from evermoe.integrations.transformers.step_batches import Epochs, Follower, StepBatches, check_place
 from evermoe.integrations.transformers.trainer_progress import TrainerProgress
 from evermoe.integrations.transformers.training_arguments import ElasticTrainingArguments
 from evermoe.session.between_steps import substitute_of
@@ -157,6 +157,8 @@ class TrainerLoop(Trainer):
         """Draw a step and return whether there is one. New members agree with the others on the work that is done."""
         assert self.session is not None
         self._step = next(self._steps, None)
+        if not self._has_begun:
+            check_place(self.sampler, self.session.step)
         if self._step is None:
             return False
         self._drawn_in = self.session.generation

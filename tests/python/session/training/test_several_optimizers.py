@@ -1,6 +1,7 @@
 """Several optimizers in one session: each steps its parameters, and any parameter is in exactly one."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from evermoe.copies.replay.sender import GradientSender
 from evermoe.copies.replay.source import GradientRecord
 from evermoe.errors import UnsupportedState
 from evermoe.optim.combined import as_one
+from evermoe.session.gradients import step_optimizer
 from evermoe.state import loop_state
 from evermoe.state.loop_state import LoopParts
 from evermoe.state.lr_schedule import as_one_schedule
@@ -258,3 +260,20 @@ def test_another_number_of_schedulers_is_refused(kinds):
     others = parts._replace(scheduler=as_one_schedule([ExponentialLR(optimizer, 0.5) for _ in range(kinds)]))
     with pytest.raises(UnsupportedState, match=r"the job was trained with the scheduler .*, and this script has"):
         loop_state.restore(state, others)
+
+
+def test_a_step_that_replicas_repeat_has_their_bits_whatever_code_runs_in_another_optimizers():
+    """They multiply gradients of 16 bits in float32; the script's code sees gradients that are multiplied."""
+    found = {}
+    for has_own_code in (False, True):
+        torch.manual_seed(0)
+        first, second = (torch.nn.Parameter(torch.randn(64, 64).bfloat16()) for _ in range(2))
+        optimizers = [evermoe.optim.AdamW([each], lr=0.1) for each in (first, second)]
+        first.grad, second.grad = torch.randn(64, 64).bfloat16(), torch.randn(64, 64).bfloat16()
+        expected = second.grad * 0.37
+        state = SimpleNamespace(dense=[first, second], layers={})
+        repeated = optimizers[:1]
+        step_optimizer(as_one(optimizers), state, 0.37, has_own_code=has_own_code, repeated=repeated)
+        found[has_own_code] = first.detach().clone(), optimizers[0].state[first]["exp_avg"].clone()
+        assert torch.equal(second.grad, expected) == has_own_code
+    assert all(map(torch.equal, *found.values()))
