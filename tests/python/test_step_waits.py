@@ -99,3 +99,12 @@ def vote_of(group):
 
 def test_a_vote_is_one_collective(tmp_path):
     assert run_threads(tmp_path, 2, vote_of) == [{"collectives": 1, "votes": 2.0, "loss": 2.0}] * 2
+
+
+def test_a_step_whose_batch_cannot_be_read_leaves_the_job():
+    """The others would wait for this member."""
+    failed, error = [], ValueError("no such file")
+    step = Step(0, 1, mock.Mock(side_effect=error), mock.Mock(), mock.Mock(), failed.append, mock.Mock())
+    with pytest.raises(ValueError, match="no such file"), step:
+        pass
+    assert failed == [error]

@@ -187,7 +187,7 @@ class ElasticSampler:
         if new == old:
             return
         new = ElasticSampler(**new)._current()  # checks them
-        if {**new, "batch_size": 0} != {**old, "batch_size": 0}:
+        if new | {"batch_size": old["batch_size"]} != old:
             at = self._order_at(self.consumed)
             if at.begin == self.consumed and not at.start:
                 self._first = _Order(at.epoch, new["num_samples"], new["shuffle"], new["seed"], at.begin)

@@ -57,12 +57,10 @@ class Replay:
 
     Attributes:
         place: tokens that earlier forwards have taken.
-        has_weights: whether weights were given.
     """
 
     def __init__(self, name: str, ids_TK: Tensor, weights_TK: Tensor | None) -> None:
         self.name, self._ids_TK, self._weights_TK = name, ids_TK, weights_TK
-        self.has_weights = weights_TK is not None
         is_given_T1 = ids_TK[:, :1] >= 0
         self._is_given_T1 = None if bool(is_given_T1.all()) else is_given_T1
         self.is_used = bool(is_given_T1.any())
@@ -83,10 +81,10 @@ class Replay:
             ValueError: the forward has more tokens than are left, or another K.
         """
         tokens, top_k = own_TK.shape
-        if top_k != self._ids_TK.shape[1]:
+        if top_k != self.top_k:
             raise ValueError(
                 f"replay_routing: expected ids [tokens, layers, {top_k}], as the router of layer {self.name} chooses "
-                f"{top_k} experts for each token, got ids for {self._ids_TK.shape[1]}"
+                f"{top_k} experts for each token, got ids for {self.top_k}"
             )
         if tokens > len(self) - self.place:
             raise ValueError(

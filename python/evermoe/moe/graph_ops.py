@@ -107,8 +107,9 @@ def plan_exchange(
             "without a gradient; call torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
         )
     found = _layers[int(layer)]
-    kept_E = checkpointing.once(found, "counts", counts_E.clone)  # a compiler writes other values to its buffers later
-    if not torch.equal(kept_E, counts_E):
+    # A compiler writes other values to the buffer of the counts later, so that a copy is kept. Only a repeat compares.
+    kept_E = checkpointing.once(found, "counts", counts_E.clone) if checkpointing.is_enclosed() else counts_E
+    if checkpointing.is_recomputing() and not torch.equal(kept_E, counts_E):
         raise UnsupportedState(
             "Experts: activation checkpointing ran a compiled forward again, and the router has chosen other experts "
             "than before: call torch.utils.checkpoint.checkpoint with preserve_rng_state=True, or inside the compiled "

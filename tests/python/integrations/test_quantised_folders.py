@@ -84,6 +84,18 @@ def test_fp8_with_one_scale_for_a_tensor_and_scales_as_exponents(tmp_path):
     torch.testing.assert_close(found, plain(tmp_path / "source", "deepseek-v3").state_dict(), rtol=0, atol=0)
 
 
+def test_fp8_scales_without_rows_and_columns_are_named(tmp_path):
+    """The configuration names no architecture, either, as transformers allows."""
+    write_folder(tmp_path / "source", "deepseek-v3")
+    path, config = tmp_path / "source" / "model.safetensors", tmp_path / "source" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"architectures": None}))
+    key = "model.layers.0.self_attn.o_proj.weight_scale_inv"
+    save_file(load_file(path) | {key: torch.ones(3)}, path, {"format": "pt"})
+    model, source = from_pretrained(tmp_path / "source")
+    with pytest.raises(CorruptCopy, match=r"o_proj.* expected scales \[..., rows, columns\] of blocks, got \[3\]"):
+        export(source, model, tmp_path / "out")
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_scales_that_do_not_belong_to_the_weights_are_named(tmp_path, name):
     write_folder(tmp_path / "source", name)

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
 from evermoe.integrations.transformers import make_elastic  # noqa: E402
-from evermoe.integrations.transformers.step_batches import Epochs  # noqa: E402
+from evermoe.integrations.transformers.step_batches import Epochs, check_place  # noqa: E402
 from evermoe.integrations.transformers.trainer import ElasticTrainer, ElasticTrainingArguments  # noqa: E402
 from evermoe.integrations.transformers.training_arguments import TrainerArguments  # noqa: E402
 from support import hub_trainer, hub_trainer_best, hub_trainer_end  # noqa: E402
@@ -385,3 +386,15 @@ def test_epochs_end_with_the_step_that_has_their_last_sample(samples, batch):
         assert last // samples + 1 >= epochs.progress(step) > (step - 1) * batch // samples
         if epochs.is_end(step):
             assert epochs.progress(step) == step * batch // samples
+
+
+@pytest.mark.parametrize("others", [{}, {"batch_size": 20}, {"num_samples": 400}])
+def test_a_job_with_other_batches_is_not_continued(others):
+    """Its epochs could not be counted."""
+    arguments = {"num_samples": 100, "batch_size": 10}
+    sampler, again = evermoe.ElasticSampler(**arguments), evermoe.ElasticSampler(**arguments | others)
+    for _ in range(15):
+        sampler.advance()
+    again.load_state_dict(sampler.state_dict())
+    with pytest.raises(ValueError, match="after 15 steps with 150 samples") if others else nullcontext():
+        check_place(again, 15)
