@@ -27,7 +27,8 @@ from evermoe.comm.membership import MembershipManager
 from evermoe.comm.task import Worker
 from evermoe.config.checkpoints import Checkpoints, schedule_of
 from evermoe.errors import PersistFailed
-from evermoe.events import Checkpoint, Listener
+from evermoe.events import Checkpoint
+from evermoe.events.base_event import Listener
 from evermoe.process.run_claim import Run
 from evermoe.process.warn import warn
 from evermoe.state.training_state import TrainingState

@@ -10,7 +10,8 @@ from evermoe.comm.membership import MembershipManager
 from evermoe.copies.replay.replicas import Replicas
 from evermoe.copies.snapshot.store import MAX_TRIES
 from evermoe.errors import CorruptCopy, PeerLost
-from evermoe.events import Confirm, Listener
+from evermoe.events import Confirm
+from evermoe.events.base_event import Listener
 from evermoe.state.keeper import CopyMaker
 from evermoe.state.stored import NO_COPIES, KeptCopies
 from evermoe.state.version import step_of

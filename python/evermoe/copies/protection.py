@@ -41,7 +41,8 @@ from evermoe.copies.selection import ExpertSelector
 from evermoe.copies.snapshot.rank_plan import COPIES
 from evermoe.copies.snapshot.snapshots import Snapshots
 from evermoe.copies.snapshot.store import SnapshotStore
-from evermoe.events import Confirm, CoverageChanged, Listener, ProtectionPlanned, Send
+from evermoe.events import Confirm, CoverageChanged, ProtectionPlanned, Send
+from evermoe.events.base_event import Listener
 from evermoe.planning.protection import ProtectionPlan, RankInfo
 from evermoe.planning.recovery import Lagging
 from evermoe.presets import Pec

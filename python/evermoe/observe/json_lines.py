@@ -9,13 +9,14 @@ from collections.abc import Collection
 from dataclasses import fields
 from pathlib import Path
 
-from evermoe import events
-from evermoe.events import ChunkSent, Event, GradientsLogged, Protocol, SnapshotReceived
+from evermoe.events import ChunkSent, Event, GradientsLogged, SnapshotReceived
+from evermoe.events.base_event import name_of
+from evermoe.events.step_events import Protocol
 from evermoe.process.warn import warn
 
 INNER = (Protocol, ChunkSent, SnapshotReceived, GradientsLogged)
 """Events of a session's internals, many of them in each step."""
-_KINDS = {events.name_of(kind): kind for kind in Event.__subclasses__()}
+_KINDS = {name_of(kind): kind for kind in Event.__subclasses__()}
 
 
 class JsonLines:

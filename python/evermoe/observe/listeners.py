@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from evermoe.config import environment
-from evermoe.events import Event, Listener
+from evermoe.events import Event
+from evermoe.events.base_event import Listener
 from evermoe.observe.metrics import Metrics
 from evermoe.observe.tensorboard import TensorBoard
 from evermoe.options import checked

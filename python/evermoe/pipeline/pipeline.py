@@ -25,7 +25,7 @@ from evermoe.config.placement import Placement
 from evermoe.config.variables import find_membership
 from evermoe.copies.snapshot.store import SnapshotStore
 from evermoe.errors import UnsupportedState
-from evermoe.events import Listener
+from evermoe.events.base_event import Listener
 from evermoe.observe.listeners import combined, from_environment
 from evermoe.pipeline.border_log import Forwards
 from evermoe.pipeline.pipeline_config import PipelineConfig

@@ -8,7 +8,7 @@ from typing import Any
 
 from evermoe.comm.torch_groups import end_torch_groups
 from evermoe.errors import JobFinished, PeerLost
-from evermoe.events import Protocol
+from evermoe.events.step_events import Protocol
 from evermoe.pipeline.pipeline_driver import PipelineDriver
 from evermoe.pipeline.pipeline_recovery import PipelineContext
 from evermoe.pipeline.pipeline_step import PipelineStep

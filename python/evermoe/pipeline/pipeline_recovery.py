@@ -17,7 +17,8 @@ from evermoe.copies.snapshot.rounds import Rounds
 from evermoe.copies.snapshot.store import SnapshotStore
 from evermoe.copies.snapshot.window_plan import WindowPlanner
 from evermoe.errors import LostExperts, PeerLost
-from evermoe.events import Copy, Joined, Listener
+from evermoe.events import Copy, Joined
+from evermoe.events.base_event import Listener
 from evermoe.pipeline.bubbles import Bubbles
 from evermoe.pipeline.chosen_experts import ChosenExperts
 from evermoe.pipeline.connections import TorchConnections

@@ -10,7 +10,7 @@ from evermoe.copies.first_copies import FirstCopies
 from evermoe.copies.snapshot.rounds import Rounds
 from evermoe.copies.snapshot.store import SnapshotStore
 from evermoe.copies.snapshot.window_plan import WindowPlanner
-from evermoe.events import Listener
+from evermoe.events.base_event import Listener
 from evermoe.pipeline.chosen_experts import ChosenExperts
 from evermoe.pipeline.pipeline_config import PipelineConfig
 from evermoe.pipeline.sparse_windows import SparseWindows

@@ -7,7 +7,8 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-from evermoe.events import Commit, Listener, Phase, Recovered
+from evermoe.events import Commit, Phase, Recovered
+from evermoe.events.base_event import Listener
 from evermoe.state.placement import LayerPlacements
 from evermoe.state.stored import NO_COPIES, KeptCopies
 from evermoe.state.version import step_of

@@ -21,7 +21,8 @@ from typing import Any
 from evermoe.comm.gather import gather_json
 from evermoe.comm.membership import MembershipManager
 from evermoe.comm.reachability import kinds_of_loss
-from evermoe.events import Listener, MemberLost
+from evermoe.events import MemberLost
+from evermoe.events.base_event import Listener
 from evermoe.observe.on_lost import Hook, OnLost
 from evermoe.observe.recovery_log import log_lost
 

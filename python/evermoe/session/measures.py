@@ -9,7 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evermoe.copies.protection import Protection
-from evermoe.events import Listener, Measured
+from evermoe.events import Measured
+from evermoe.events.base_event import Listener
 from evermoe.moe.experts import Experts
 from evermoe.planning.dispatch import imbalance
 from evermoe.session.saving import Saving

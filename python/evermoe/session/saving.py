@@ -10,7 +10,7 @@ from evermoe.checkpoint.unit_saver import UnitSaver
 from evermoe.comm.membership import MembershipManager
 from evermoe.copies.protection import Protection
 from evermoe.errors import PeerLost
-from evermoe.events import Listener
+from evermoe.events.base_event import Listener
 from evermoe.presets import Pec
 from evermoe.process.warn import warn
 from evermoe.session.session_config import SessionConfig

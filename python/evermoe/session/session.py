@@ -34,7 +34,8 @@ from evermoe.copies.replay.replayable import find_arithmetics
 from evermoe.copies.snapshot.store import SnapshotStore
 from evermoe.data.sampler import Sampler
 from evermoe.errors import JobFinished, PeerLost
-from evermoe.events import Listener, Protocol
+from evermoe.events.base_event import Listener
+from evermoe.events.step_events import Protocol
 from evermoe.observe.listeners import combined, from_environment
 from evermoe.optim.combined import as_one, each_of
 from evermoe.planning.presets import PresetName

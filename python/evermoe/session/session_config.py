@@ -15,7 +15,7 @@ from evermoe.config.checkpoints import Checkpoints
 from evermoe.config.copies import CopyConfig
 from evermoe.config.membership import Membership
 from evermoe.config.placement import Placement
-from evermoe.events import Listener
+from evermoe.events.base_event import Listener
 from evermoe.options import Options, checked, option
 from evermoe.planning.presets import PRESETS, PresetName
 from evermoe.presets import PresetOptions, preset_options

@@ -13,7 +13,8 @@ from evermoe.checkpoint.checkpointer import find_location
 from evermoe.comm.membership import MembershipManager
 from evermoe.copies.protection import Protection
 from evermoe.errors import LostExperts, UnitsMissing
-from evermoe.events import Copy, Joined, Listener
+from evermoe.events import Copy, Joined
+from evermoe.events.base_event import Listener
 from evermoe.planning.placement import spread_over
 from evermoe.profile.memory import return_freed_memory, return_freed_memory_beside
 from evermoe.recovery.early_survey import EarlySurvey

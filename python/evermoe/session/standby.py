@@ -10,7 +10,8 @@ from evermoe.comm.task import Task, run_in_thread
 from evermoe.copies.protection_inputs import expected_arenas
 from evermoe.copies.snapshot.spare_room import SpareRoom
 from evermoe.copies.snapshot.store import SnapshotStore
-from evermoe.events import Listener, StandsBy
+from evermoe.events import StandsBy
+from evermoe.events.base_event import Listener
 from evermoe.session.session_config import SessionConfig
 from evermoe.state.training_state import TrainingState
 

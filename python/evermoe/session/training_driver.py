@@ -12,7 +12,8 @@ from evermoe.comm.vote import Ballot
 from evermoe.config.membership import Membership
 from evermoe.copies.snapshot.window_plan import WindowPlanner
 from evermoe.errors import JobFinished, LostExperts
-from evermoe.events import Commit, ConnectionLost, Listener, Verified
+from evermoe.events import Commit, ConnectionLost, Verified
+from evermoe.events.base_event import Listener
 from evermoe.observe.recovery_log import log_recovery
 from evermoe.process.memory_folder import BEGUN, FINISHED, is_marked, mark
 from evermoe.process.warn import warn

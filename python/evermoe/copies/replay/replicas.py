@@ -31,7 +31,8 @@ from evermoe.copies.replay.part import parts_of
 from evermoe.copies.replay.repeater import Damage
 from evermoe.copies.replay.replayable import can_replay
 from evermoe.copies.replay.source import rules_of
-from evermoe.events import Damaged, GradientsLogged, Listener
+from evermoe.events import Damaged, GradientsLogged
+from evermoe.events.base_event import Listener
 from evermoe.planning.schedule import DEFAULT_LINK
 from evermoe.presets import ReplayedCopies
 from evermoe.state.keeper import Assignment, Keeper

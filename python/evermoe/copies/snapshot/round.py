@@ -19,7 +19,8 @@ from evermoe.copies.snapshot.segments import Segment, Segments
 from evermoe.copies.snapshot.store import BundleArena, SnapshotStore
 from evermoe.copies.snapshot.unit_tensors import UnitTensors
 from evermoe.errors import CaptureCancelled, CorruptCopy
-from evermoe.events import ChunkSent, Listener, SnapshotReceived
+from evermoe.events import ChunkSent, SnapshotReceived
+from evermoe.events.base_event import Listener
 from evermoe.state.stored import NO_COPIES, KeptCopies
 from evermoe.state.unit import read_tensors
 from evermoe.state.version import step_of

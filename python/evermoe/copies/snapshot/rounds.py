@@ -12,7 +12,7 @@ from evermoe.copies.snapshot.page_locks import PageLocks
 from evermoe.copies.snapshot.round import STATES, Contents, SnapshotRound
 from evermoe.copies.snapshot.store import SnapshotStore
 from evermoe.copies.snapshot.window_plan import WindowPlanner
-from evermoe.events import Listener
+from evermoe.events.base_event import Listener
 from evermoe.presets import SnapshotMemory
 from evermoe.profile.memory import share_of_host_bytes
 from evermoe.state.stored import NO_COPIES, KeptCopies

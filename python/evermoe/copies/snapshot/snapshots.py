@@ -19,7 +19,7 @@ from evermoe.copies.snapshot.rounds import Rounds
 from evermoe.copies.snapshot.step_source import StepSource
 from evermoe.copies.snapshot.store import SnapshotStore, SnapshotUnit
 from evermoe.copies.snapshot.window_plan import WindowPlanner
-from evermoe.events import Listener
+from evermoe.events.base_event import Listener
 from evermoe.presets import Gemini, LocalSnapshots, Pec
 from evermoe.profile.follower import StreamFollower
 from evermoe.state.catalog import UnitCatalog

@@ -1,0 +1,41 @@
+"""Events of a session, which it passes to `Session(on_event=...)`: frozen dataclasses.
+
+Steps are numbered from 0: step n leads from the state after n steps to the state after n + 1.
+"""
+
+from evermoe.events.background_events import ChunkSent, Damaged, GradientsLogged, SnapshotReceived
+from evermoe.events.base_event import Event
+from evermoe.events.member_events import (
+    ConnectionLost,
+    CoverageChanged,
+    Joined,
+    MemberLost,
+    Phase,
+    ProtectionPlanned,
+    Recovered,
+    StandsBy,
+)
+from evermoe.events.step_events import (
+    Begin,
+    Checkpoint,
+    Commit,
+    Confirm,
+    Copy,
+    Gather,
+    Measured,
+    Reduce,
+    Send,
+    Skipped,
+    Update,
+    Verified,
+    Vote,
+)
+
+# fmt: off
+__all__ = [
+    "Begin", "Checkpoint", "ChunkSent", "Commit", "Confirm", "ConnectionLost", "Copy", "CoverageChanged",
+    "Damaged", "Event", "Gather", "GradientsLogged", "Joined", "Measured", "MemberLost", "Phase",
+    "ProtectionPlanned", "Recovered", "Reduce", "Send", "Skipped", "SnapshotReceived", "StandsBy", "Update",
+    "Verified", "Vote",
+]
+# fmt: on

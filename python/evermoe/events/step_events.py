@@ -1,0 +1,153 @@
+"""Events in a step, from the training thread."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from evermoe.events.base_event import Event
+
+
+@dataclass(frozen=True)
+class Begin(Event):
+    """A step begins: its gradients are zeroed."""
+
+    step: int
+
+
+@dataclass(frozen=True)
+class Reduce(Event):
+    """The `with step` block has ended: its gradients are about to be summed over the members."""
+
+    step: int
+
+
+@dataclass(frozen=True)
+class Send(Event):
+    """The gradients of a step are complete: those that replicas still lack are sent to them."""
+
+    step: int
+    """Steps taken after it."""
+
+
+@dataclass(frozen=True)
+class Confirm(Event):
+    """The copies that the vote needs have arrived; in a recovery: all of the plan, unless they are tried again."""
+
+    step: int
+    """Steps taken after it."""
+
+
+@dataclass(frozen=True)
+class Vote(Event):
+    """The vote of a step is about to be taken."""
+
+    step: int
+
+
+@dataclass(frozen=True)
+class Update(Event):
+    """The vote of a step has passed: the optimizer is about to step."""
+
+    step: int
+
+
+@dataclass(frozen=True)
+class Skipped(Event):
+    """The vote of a step has passed, but no member applies its update: a loss or a gradient is not finite."""
+
+    step: int
+    rank: int | None
+    """The member whose value is not finite; None if there are several."""
+
+
+@dataclass(frozen=True)
+class Gather(Event):
+    """With `shard_optimizer=True`: owners are about to send the new weights of the parameters outside experts."""
+
+    step: int
+    """Steps taken in these weights."""
+
+
+@dataclass(frozen=True)
+class Copy(Event):
+    """The state has changed: its snapshots begin; in a recovery: the missing copies."""
+
+    step: int
+    """Steps taken in the state."""
+
+
+@dataclass(frozen=True)
+class Commit(Event):
+    """A step is committed: no failure that the preset covers can undo it. Known at the next vote, or the job's end."""
+
+    step: int
+    loss: float
+    """Mean over the global batch."""
+    members: int
+    """Workers that trained."""
+    generation: int
+    """Number of the membership that took the step: it grows at each change."""
+    grad_norm: float = math.nan
+    """Norm of the mean loss's gradient over all parameters, before `on_gradients` and `max_grad_norm`."""
+
+
+@dataclass(frozen=True)
+class Measured(Event):
+    """Metrics of an applied step, and the lag of its copies. The step is not committed yet."""
+
+    step: int
+    seconds: float
+    """From the end of the previous step, or of a recovery, to its own end, including the script's work in between."""
+    tokens: int
+    """Tokens of the global batch, as the MoE layers count them; 0 without such layers, and on a replica node."""
+    imbalance: float | None
+    """Tokens that the busiest member computes divided by the mean of all members, in the layer with the largest ratio.
+    Measured at the latest step that is a multiple of 10, or the first after a recovery. None without a MoE layer."""
+    expert_imbalance: float | None
+    """Tokens of the busiest expert divided by the mean of all experts, in the layer with the largest ratio, at the same
+    step. It shows how evenly the router chooses, before replicas share the tokens."""
+    lag: dict[str, int]
+    """Steps by which this member's copies are behind training, by kind of copy. Of `replayed`, `snapshot` (on other
+    nodes) and `local`: the oldest complete copy. Of `persisted` and `checkpoint`: the newest on disk. Kinds that the
+    session does not have are omitted."""
+    sent_bytes: dict[str, int]
+    """Bytes of copies that this process has sent to other members so far, by kind: `replayed` and `snapshot`."""
+    gpu_bytes: int = 0
+    """Bytes of GPU memory that snapshots occupy, buffers included; see `snapshot_memory`."""
+    plt_at_risk: float | None = None
+    """With `moetion` and `pec`: fraction of the run's tokens that a failure now would lose, averaged over layers. It
+    assumes that all copied experts roll back to their latest copies on other nodes (`moetion`) or in the checkpoint
+    store (`pec`). None with other presets, without a MoE layer, and on a replica node."""
+    starvation: int | None = None
+    """With `moetion` and `pec`: of all experts with tokens at risk, the longest wait for a copy, in copies that were
+    made of others meanwhile: steps with `moetion`, saves with `pec`. 0 if no expert waits; None as `plt_at_risk`."""
+
+
+@dataclass(frozen=True)
+class Protocol(Event):
+    """An input of the commit protocol and the commands that it returned; tests replay them."""
+
+    said: str
+    """JSON of the input."""
+    commands: str
+    """JSON of the commands."""
+
+
+@dataclass(frozen=True)
+class Checkpoint(Event):
+    """A checkpoint is on disk."""
+
+    step: int
+    """Steps taken in the checkpoint."""
+    path: str
+
+
+@dataclass(frozen=True)
+class Verified(Event):
+    """All steps are taken, and the copies of the last version were compared."""
+
+    digests_checked: int
+    digests_mismatched: int
+    units: list[str]
+    """Units whose copies differ."""
