@@ -24,7 +24,6 @@ import evermoe
 from evermoe._native import digest
 from evermoe.comm.torch_groups import WatchedStore
 from evermoe.comm.vote import Ballot
-from evermoe.events.step_events import Protocol
 from evermoe.pipeline.pipeline_step import PipelineStep
 from evermoe.presets import PIPELINE_BY_NAME
 from evermoe.state.version import step_of
@@ -386,7 +385,7 @@ def note(options: Options, kept: dict[str, Any], event: evermoe.events.Event) ->
         linger(options)
     if isinstance(event, evermoe.events.Verified):
         kept |= {"compared": event.digests_checked, "different": event.units}
-    if isinstance(event, Protocol):
+    if event.name == "protocol":
         if "sums" in (said := json.loads(event.said)):
             kept["squares"] = Ballot.from_bits(said["sums"]).squares
         for command in json.loads(event.commands):
