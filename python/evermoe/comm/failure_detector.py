@@ -6,9 +6,11 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 
 from evermoe import _native
+from evermoe.comm.batch_read import BatchRead
 from evermoe.comm.group import Group
 from evermoe.comm.reachability import Reachability
 from evermoe.comm.waits import EXCESS
@@ -23,7 +25,11 @@ AT_ONCE = 0.1
 BACKOFF = 10
 """Backoff, in hang timeouts, of a member for which others have waited in vain; doubled each further time."""
 CLOCK_CHECKS = 8
-"""Checks for a wall clock that was set back, per hang timeout."""
+"""Checks for a wall clock that was set back, and for a long read of a batch, per hang timeout."""
+READS = 1 << 63
+"""Bit that is flipped in the epoch which a member answers to probes while it computes: it reads its batch just then."""
+LONG_READ = 0.5
+"""Time that a read of a batch takes, in hang timeouts, when it is reported: before the others give up."""
 SET_BACK_SECONDS = 1.0
 """Smallest change of a wall clock set back that is handled: a smaller one prolongs waits by no more than itself."""
 
@@ -55,8 +61,9 @@ class FailureDetector:
         self._limit, self._hang_timeout = heartbeat_timeout, hang_timeout
         self._on_silent, self._on_left_out = on_silent, on_left_out
         self._detector: _native.FailureDetector | None = None
-        self._thread = self._bound = threading.Thread()
+        self._threads: list[threading.Thread] = []
         self._is_over = threading.Event()
+        self._read = BatchRead()
         self._members: dict[str, str] = {}
         self._epoch = 0
         self.silent: list[str] = []
@@ -87,13 +94,13 @@ class FailureDetector:
         following = list(members.items())
         following = (following[first:] + following[:first])[:MAX_WATCHED]
         self._detector = self._reach.start_detector(dict(following), epoch, self._limit)
-        self._thread = threading.Thread(target=self._wait, args=[self._detector], name="evermoe-watch", daemon=True)
-        self._thread.start()
         self._is_over = threading.Event()
-        self._bound = threading.Thread(
-            target=self._bound_waits, args=[self._is_over], name="evermoe-clock", daemon=True
-        )
-        self._bound.start()
+        self._threads = [
+            threading.Thread(target=self._wait, args=[self._detector], name="evermoe-watch", daemon=True),
+            threading.Thread(target=self._bound_waits, args=[self._is_over], name="evermoe-clock", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def begin_step(self) -> None:
         """Publish that this member computes, so that others may have to wait for it."""
@@ -101,14 +108,29 @@ class FailureDetector:
             self._is_training = True
             self._reach.set_computes(self._epoch)
 
+    @contextmanager
+    def reading(self, on_long: Callable[[float], None]) -> Iterator[None]:
+        """Publish that this member reads its batch, so that those that wait for it learn the reason.
+
+        Args:
+            on_long: called in another thread with the seconds so far, once, if the read takes half of `hang_timeout`.
+        """
+        self._read.begin_read(on_long)
+        self._set_computes()
+        try:
+            yield
+        finally:
+            self._read.end_read()
+            self._set_computes()
+
     def end_watch(self) -> None:
         """Stop probing."""
         self._is_training = False
         if self._detector is not None:
             self._detector.stop()
             self._is_over.set()
-            self._thread.join()
-            self._bound.join()
+            for thread in self._threads:
+                thread.join()
             self._detector = None
             self._members, self.silent = {}, []
 
@@ -121,8 +143,11 @@ class FailureDetector:
         self._reach.probe_group(self._members, self.silent)
         answers = self._reach.answers
         if gave_up:
+            how = {self._epoch: "", self._epoch ^ READS: ", which reads its batch from its loader"}
             late = [
-                f"{each} at {self._members[each]}" for each, (computes, _) in answers.items() if computes == self._epoch
+                f"{each} at {self._members[each]}{how[computes]}"
+                for each, (computes, _) in answers.items()
+                if computes in how
             ]
             self.late = ", ".join(late)
             if late:  # they learn it from this member's probe server
@@ -157,8 +182,13 @@ class FailureDetector:
         self._is_waiting = begins
         # A member whose wait failed still counts as waiting; one that begins a wait after the others timed out is late.
         # So the status from when the group broke stays, even if another wait ends later.
-        if self._is_training and has_succeeded and self._groups[0].broken is None:
-            self._reach.set_computes(0 if begins else self._epoch)
+        if has_succeeded:
+            self._set_computes()
+
+    def _set_computes(self) -> None:
+        """Publish whether this member computes, and reads its batch at that."""
+        if self._is_training and self._groups[0].broken is None:
+            self._reach.set_computes(0 if self._is_waiting else self._epoch ^ (READS if self._read.is_on else 0))
 
     def _wait(self, detector: _native.FailureDetector) -> None:
         self.silent, has_ended, gave_up = detector.wait()
@@ -166,8 +196,12 @@ class FailureDetector:
             self._act(has_ended, gave_up)
 
     def _bound_waits(self, is_over: threading.Event) -> None:
-        """End collectives that outlast their timeout: gloo's waits follow the wall clock, which may be set back."""
+        """End collectives that outlast their timeout: gloo's waits follow the wall clock, which may be set back.
+
+        Also report a long read of a batch.
+        """
         while not is_over.wait(self._hang_timeout / CLOCK_CHECKS):
+            self._read.report_long(LONG_READ * self._hang_timeout)
             for group in self._groups:
                 began = group.waiting
                 if (
@@ -194,6 +228,9 @@ class FailureDetector:
             is_late = self._is_training and not self._is_waiting and self._groups[0].broken is None
             who = "this member" if is_late else "another member"
             self._waited_for_me = gave_up if is_late else None
-            self._on_silent(f"{gave_up} has waited for {who} longer than hang_timeout = {self._hang_timeout:g} s")
+            reads = ", which reads its batch from its loader," if is_late and self._read.is_on else ""
+            self._on_silent(
+                f"{gave_up} has waited for {who}{reads} longer than hang_timeout = {self._hang_timeout:g} s"
+            )
             if is_late:
                 self._on_left_out()

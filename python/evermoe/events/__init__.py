@@ -26,6 +26,7 @@ from evermoe.events.step_events import (
     Reduce,
     Send,
     Skipped,
+    SlowLoader,
     Update,
     Verified,
     Vote,
@@ -35,7 +36,7 @@ from evermoe.events.step_events import (
 __all__ = [
     "Begin", "Checkpoint", "ChunkSent", "Commit", "Confirm", "ConnectionLost", "Copy", "CoverageChanged",
     "Damaged", "Event", "Gather", "GradientsLogged", "Joined", "Measured", "MemberLost", "Phase",
-    "ProtectionPlanned", "Recovered", "Reduce", "Send", "Skipped", "SnapshotReceived", "StandsBy", "Update",
-    "Verified", "Vote",
+    "ProtectionPlanned", "Recovered", "Reduce", "Send", "Skipped", "SlowLoader", "SnapshotReceived", "StandsBy",
+    "Update", "Verified", "Vote",
 ]
 # fmt: on

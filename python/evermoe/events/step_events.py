@@ -122,6 +122,29 @@ class Measured(Event):
     starvation: int | None = None
     """With `moetion` and `pec`: of all experts with tokens at risk, the longest wait for a copy, in copies that were
     made of others meanwhile: steps with `moetion`, saves with `pec`. 0 if no expert waits; None as `plt_at_risk`."""
+    data_seconds: float = 0.0
+    """Part of `seconds` in which this member waited for its batch, that is, for its loader or sampler."""
+
+
+@dataclass(frozen=True)
+class SlowLoader(Event):
+    """This member waits long for its batches, and the others wait for it. Emitted once until its loader is fast again.
+
+    A stuck loader is reported from the thread `evermoe-clock`, while the training thread still waits.
+    """
+
+    step: int
+    member: str
+    """Its unique name."""
+    loader: str
+    """Class of its loader or sampler."""
+    seconds: float
+    """`slow`: median of the waits for a batch in the latest steps. `stuck`: duration of the current wait so far."""
+    fraction: float
+    """`slow`: median of the parts of these steps that the waits took. `stuck`: 1."""
+    kind: str
+    """`slow`: waits have taken at least a quarter of the latest steps. `stuck`: a batch has not arrived for half of
+    `hang_timeout`."""
 
 
 @dataclass(frozen=True)

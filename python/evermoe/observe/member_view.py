@@ -54,6 +54,8 @@ class MemberView:
     members: int | None = None
     step_seconds: float | None = None
     """Mean seconds of the latest steps."""
+    data_fraction: float | None = None
+    """Part of these steps in which the member waited for its batches."""
     tokens_per_second: float | None = None
     imbalance: float | None = None
     expert_imbalance: float | None = None
@@ -124,6 +126,7 @@ def view_of(source: str, families: Iterable[Metric]) -> MemberView:
         loss=number("loss", has_stepped),
         members=integer(number("members", has_recovered)),
         step_seconds=number("recent_step_seconds", has_stepped),
+        data_fraction=number("recent_data_fraction", has_stepped),
         tokens_per_second=number("recent_tokens_per_second", bool(values.get("recent_tokens_per_second"))),
         imbalance=number("imbalance", bool(values.get("imbalance"))),
         expert_imbalance=number("expert_imbalance", bool(values.get("expert_imbalance"))),

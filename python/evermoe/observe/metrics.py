@@ -21,6 +21,7 @@ from evermoe.events import (
     Phase,
     Recovered,
     Skipped,
+    SlowLoader,
     Verified,
     Vote,
 )
@@ -53,6 +54,9 @@ METRICS = (
     _Metric("Gauge", "members", "Members that train"),
     _Metric("Histogram", "step_seconds", "Seconds from the end of the previous step to the end of a step"),
     _Metric("Gauge", "recent_step_seconds", f"Mean of the latest {RECENT_STEPS} steps"),
+    _Metric("Counter", "data_seconds", "Seconds that this member waited for its batches"),
+    _Metric("Gauge", "recent_data_fraction", f"Part of the latest {RECENT_STEPS} steps in which it waited for them"),
+    _Metric("Counter", "slow_loader", "Times that the loader was found to be slow or stuck", ("kind",)),
     _Metric("Counter", "tokens", "Tokens in the steps taken, of all members together"),
     _Metric("Gauge", "recent_tokens_per_second", f"Tokens of the latest {RECENT_STEPS} steps over their time"),
     _Metric("Gauge", "imbalance", "Tokens of the busiest member over the mean of all, in the worst layer"),
@@ -96,6 +100,9 @@ class Metrics:
     | `evermoe_members` | gauge | members that train |
     | `evermoe_step_seconds` | histogram | seconds from the end of a step, or of a recovery, to that of the next step |
     | `evermoe_recent_step_seconds` | gauge | mean of the latest 16 steps |
+    | `evermoe_data_seconds_total` | counter | seconds that this member waited for its batches |
+    | `evermoe_recent_data_fraction` | gauge | part of the latest 16 steps in which it waited for them |
+    | `evermoe_slow_loader_total` | counter, by `kind` | times that its loader was `slow` or `stuck`: `SlowLoader` |
     | `evermoe_tokens_total` | counter | tokens in the steps taken, of all members together |
     | `evermoe_recent_tokens_per_second` | gauge | tokens of the latest 16 steps over their time |
     | `evermoe_imbalance` | gauge | tokens of the busiest member over the mean of all, in the worst layer |
@@ -153,6 +160,7 @@ class Metrics:
             Commit: self._note_commit,
             Measured: self._note_measured,
             Skipped: lambda event: self._of["skipped"].inc(),
+            SlowLoader: lambda event: self._of["slow_loader"].labels(kind=event.kind).inc(),
             CoverageChanged: self._note_covered,
             MemberLost: lambda event: self._of["lost_members"].labels(kind=event.kind).inc(),
             Recovered: self._note_recovered,
@@ -189,6 +197,9 @@ class Metrics:
         seconds, tokens = sum(each.seconds for each in self._recent), sum(each.tokens for each in self._recent)
         self._of["step_seconds"].observe(event.seconds)
         self._of["recent_step_seconds"].set(seconds / len(self._recent))
+        self._of["data_seconds"].inc(event.data_seconds)
+        waited = sum(each.data_seconds for each in self._recent)
+        self._of["recent_data_fraction"].set(waited / seconds if seconds else 0.0)
         self._of["tokens"].inc(event.tokens)
         self._of["recent_tokens_per_second"].set(tokens / seconds if seconds else 0.0)
         if event.imbalance is not None:

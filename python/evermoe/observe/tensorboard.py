@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from evermoe.events import Commit, CoverageChanged, Damaged, Event, Measured, Recovered, Skipped, Verified
+from evermoe.events import Commit, CoverageChanged, Damaged, Event, Measured, Recovered, Skipped, SlowLoader, Verified
 from evermoe.process.warn import warn
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ class TensorBoard:
     | curve | over | what |
     |---|---|---|
     | `loss`, `grad_norm`, `members` | steps committed | of `Commit` |
-    | `step/seconds`, `step/tokens_per_second` | steps taken | of `Measured` |
+    | `step/seconds`, `step/data_seconds`, `step/tokens_per_second` | steps taken | of `Measured` |
     | `load/imbalance`, `load/expert_imbalance` | steps taken | of `Measured` |
     | `copies/plt_at_risk`, `copies/starvation` | steps taken | of `Measured` |
     | `copies/lag/KIND`, `copies/sent_bytes/KIND` | steps taken | of `Measured`: steps behind training; bytes so far |
@@ -37,6 +37,7 @@ class TensorBoard:
     | `recovery/PHASE`, `recovery/total` | step of resumption | seconds, of `Recovered` |
     | `recovery/steps_lost`, `recovery/tokens_lost`, `recovery/fetched_bytes` | step of resumption | of `Recovered` |
     | `skipped`, `damaged` | steps taken | updates left out, damaged copies found, so far |
+    | `slow_loader` | steps taken | times that the loader was found to be slow or stuck, so far |
 
     TensorBoard shows each folder as a run: give every member a subfolder of a common one. A step that a failure undoes
     has two points in its curves. If the disk is full, a warning is issued once and training continues. While the disk
@@ -64,6 +65,7 @@ class TensorBoard:
             Recovered: self._note_recovered,
             Skipped: lambda event: self._count("skipped"),
             Damaged: lambda event: self._count("damaged"),
+            SlowLoader: lambda event: self._count("slow_loader"),
         }
         self._step = 0
         """Number of steps taken."""
@@ -101,6 +103,7 @@ class TensorBoard:
         self._step = event.step + 1
         found = {
             "step/seconds": event.seconds,
+            "step/data_seconds": event.data_seconds,
             "step/tokens_per_second": event.tokens / event.seconds if event.seconds else 0.0,
             "load/imbalance": event.imbalance,
             "load/expert_imbalance": event.expert_imbalance,

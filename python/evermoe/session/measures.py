@@ -43,8 +43,12 @@ class StepMeasures:
         """Begin the next step after a recovery, in which experts may have moved."""
         self._since, self._imbalances = time.monotonic(), None
 
-    def emit(self, step: int) -> None:
-        """Emit the measures of a step that was taken."""
+    def emit(self, step: int, data_seconds: float) -> float:
+        """Emit the measures of a step that was taken, `data_seconds` of which this member waited for its batch.
+
+        Returns:
+            the seconds of the step.
+        """
         now = time.monotonic()
         seconds, self._since = now - self._since, now
         if self._imbalances is None or step % IMBALANCE_EVERY == 0:
@@ -58,7 +62,10 @@ class StepMeasures:
         risk = protection.selector.risk() if self._counts and protection.preset.may_lose_tokens else None
         at_risk, waiting = risk or (None, None)
         tokens = self._count_tokens()
-        self._emit(Measured(step, seconds, tokens, imbalance, of_experts, lag, sent, gpu_bytes, at_risk, waiting))
+        self._emit(
+            Measured(step, seconds, tokens, imbalance, of_experts, lag, sent, gpu_bytes, at_risk, waiting, data_seconds)
+        )
+        return seconds
 
     def _count_tokens(self) -> int:
         """Return the tokens of the global batch: the choices in a layer, divided by the choices of each token."""

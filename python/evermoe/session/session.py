@@ -270,7 +270,7 @@ class Session(BetweenSteps):
                 break
             is_first = False
             if self._protocol.is_stepping:
-                share = partial(self.sampler.share, self.group.rank, self.group.size)
+                share = partial(self._driver.loader.share, self.step, self.group.rank, self.group.size)
                 step = Step(self.step, self.generation, share, self._driver, self._commit, self._fail, self.group.drop)
                 yield step
                 if not step.is_entered and not self._driver.is_stale(step):

@@ -21,6 +21,7 @@ from evermoe.process.memory_folder import FINISHED, mark
 from evermoe.process.seeds import seeded
 from evermoe.session import gradients, step_notices
 from evermoe.session.commands import Event
+from evermoe.session.loader_watch import LoaderWatch
 from evermoe.session.reduced_gradients import ReducedGradients
 from evermoe.session.role_request import RoleRequest
 from evermoe.session.saving import warn_unwritten
@@ -47,6 +48,7 @@ class SessionDriver(RecoveryDriver):
     def __init__(self, parts: SessionContext, folder: Path, leave: Callable[[], None]) -> None:
         super().__init__(parts)
         self.role_request = RoleRequest(folder, self._config.membership.role, self.lost.turn, leave)
+        self.loader = LoaderWatch(self._script.sampler, self._membership, self._emit)
         self.guard = ScriptGuard(self._script.model, self._script.optimizer)
         self._reduced = ReducedGradients(self._script, self._state, self._group, self._config)
         if self._trains:
@@ -83,6 +85,11 @@ class SessionDriver(RecoveryDriver):
         self._emit(Begin(step.number))
         if self._config.seed is not None:
             self._random.enter_context(seeded(self._config.seed, step.number, self._group.rank))
+
+    def resume(self, version: int) -> None:
+        """End a recovery, after which steps are measured again."""
+        super().resume(version)
+        self.loader.restart()
 
     def is_stale(self, step: Step) -> bool:
         """Return whether a recovery came after the step was drawn."""
@@ -206,7 +213,8 @@ class SessionDriver(RecoveryDriver):
         self.taken += 1
         self.note_commit(before, after, self._membership.num_trainers)
         self._heal_and_pace(step_of(after), sums)
-        self._measures.emit(step_of(before))
+        data_seconds = self.loader.take_seconds()
+        self.loader.end_step(step_of(before), data_seconds, self._measures.emit(step_of(before), data_seconds))
 
     def _update(self, version: int, sums: Ballot) -> None:
         self.loss, self.grad_norm, self._version = sums.mean_loss, sums.norm, version
@@ -257,7 +265,10 @@ class SessionDriver(RecoveryDriver):
             self._group.drop(str(lost))
 
     def _save_progress(self) -> None:
-        self._state.loop.store(loop_state.collect(self._script.loop) | {"loss": self.loss, "grad_norm": self.grad_norm})
+        # The state of many loaders is that before their next batch, which they read here.
+        with self.loader.reading(self._step):
+            progress = loop_state.collect(self._script.loop)
+        self._state.loop.store(progress | {"loss": self.loss, "grad_norm": self.grad_norm})
 
     # ---- checkpoints and the end
 

@@ -43,8 +43,9 @@ WRITTEN_SECONDS = 40.0
 class Fault:
     """An action of the worker on itself when it comes to `point` for the `nth` time (in `step`, if given).
 
-    `point`: an event of the session, "phase <name>", "forward" (between forward and backward), "bucket" (a sum
-    as backward begins), "gradients" (a bucket is sent during it) or "late state" (optimizer state is sent in steps).
+    `point`: an event of the session, "phase <name>", "read" (of its share), "forward" (between forward and backward),
+    "bucket" (a sum as backward begins), "gradients" (a bucket is sent during it) or "late state" (optimizer state is
+    sent in steps).
     `action`: kill, stop (until someone continues it), hang (until the job wakes it), slow (for `seconds`), raise, fill
     (its node's shared memory), damage (what it sends then, at "late state"), look (which copies here have steps to
     repeat) or flip (a bit of each copy that it keeps; `where` is that of `support.flips`).
@@ -294,6 +295,13 @@ class Recorder:
             from support.replay_faults import before_early_gradients  # as above
 
             before_early_gradients(lambda: self.fault("gradients", self.computing))
+        share = self.session.sampler.share
+
+        def share_or_fail(rank: int, size: int) -> Any:
+            self.fault("read", self.session.step)  # type: ignore[union-attr]
+            return share(rank, size)
+
+        self.session.sampler.share = share_or_fail  # type: ignore[method-assign]
         late = self.session._state.late
         read = late.read
 

@@ -1,5 +1,6 @@
 """Members that hang in their own code or are slower than `hang_timeout`: they cost the others that limit, once."""
 
+import re
 import time
 
 import pytest
@@ -34,6 +35,25 @@ def test_member_that_hangs(start_job):
     check_history(workers, away="b")
     assert REASON in b.log()
     assert all("waited 1 s for b-" in each.log() for each in (a, c))
+
+
+def test_member_whose_loader_hangs_is_named_by_all(start_job):
+    """By itself before the others give up, and by them."""
+    job = start_job(hang_timeout=HANG_LIMIT, join_timeout=60.0)
+    workers = a, b, c = job.start_all({"b": [Fault("read", 5, "hang")]}, steps=12)
+    stuck = b.wait_for("slow_loader")
+    assert (stuck["kind"], stuck["loader"], stuck["step"]) == ("stuck", "ElasticSampler", 5)
+    assert stuck["seconds"] > HANG_LIMIT / 2 and stuck["member"].startswith("b-")
+    assert [each.join() for each in (a, c)] == [0, 0]
+    job.wake()
+    assert "which reads its batch from its loader" in b.wait_for("connection_lost")["reason"]
+    for each in (a, c):
+        assert re.search(r"waited 1 s for b-\S+ at \S+, which reads its batch from its loader: the others", each.log())
+        assert not each.events("slow_loader")
+    assert re.search(
+        r"b-\S+ has waited \S+ s for its batch of step 5, and its ElasticSampler has not returned", b.log()
+    )
+    check_history(workers, away="b")
 
 
 @pytest.mark.long
