@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from evermoe.config.membership import Membership
     from evermoe.config.placement import Placement
     from evermoe.data.loader import ElasticLoader
+    from evermoe.data.readers import ElasticReaders
     from evermoe.data.sampler import ElasticSampler
     from evermoe.moe.expert import Expert
     from evermoe.moe.experts import Experts
@@ -39,6 +40,7 @@ _HOMES = {
     "CheckpointWeights": "checkpoint.checkpoint",
     "Checkpoints": "config.checkpoints",
     "ElasticLoader": "data.loader",
+    "ElasticReaders": "data.readers",
     "ElasticSampler": "data.sampler",
     "Expert": "moe.expert",
     "Experts": "moe.experts",
@@ -67,6 +69,7 @@ __all__ = [
     "CheckpointWeights",
     "Checkpoints",
     "ElasticLoader",
+    "ElasticReaders",
     "ElasticSampler",
     "Expert",
     "Experts",

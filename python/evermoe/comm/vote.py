@@ -50,6 +50,10 @@ class Ballot(NamedTuple):
     """1 from a member whose loss is a sum."""
     counted: float = 0.0
     """Number of terms of that sum, such as tokens."""
+    missing: float = 0.0
+    """Part of the global batch that the member's data does not have."""
+    remaining: float = 0.0
+    """Readers of the member that have more samples in this epoch."""
     divided: float = 0.0
     """1 from a training member that has already divided the sums of the gradients, for `on_gradients`."""
     steps_own: float = 0.0
@@ -67,7 +71,7 @@ class Ballot(NamedTuple):
     def mean_loss(self) -> float:
         """The global batch's mean loss; NaN if sums have no terms."""
         if not self.counting:
-            return self.loss
+            return self.loss / (1 - self.missing)
         return self.loss / self.counted if self.counted else math.nan
 
     @property
@@ -78,7 +82,7 @@ class Ballot(NamedTuple):
     @property
     def divisor(self) -> float:
         """Divisor that turns the sums of the gradients into the gradients of the mean loss."""
-        return self.loss_scale * (self.counted if self.counting else 1.0)
+        return self.loss_scale * (self.counted if self.counting else 1 - self.missing)
 
     @property
     def is_finite(self) -> bool:

@@ -32,6 +32,10 @@ class Share:
     weight: float
     samples: Any = None
     reading: Reading | None = field(default=None, repr=False, compare=False)
+    missing: float = 0.0
+    """Part of the global batch that this member should have had, but that its data no longer has in this epoch."""
+    remaining: int = 0
+    """Readers of this member that have more samples in this epoch; see `ElasticReaders`."""
 
     @property
     def batch(self) -> Any:

@@ -18,6 +18,8 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from evermoe.data.readers import ElasticReaders
+
 LOADER_OPTIONS = (
     "num_workers",
     "collate_fn",
@@ -48,9 +50,9 @@ def own_batches(data: Any, position: int, n: int) -> Iterable[Any]:
     """Return the batches of one of n members: those at `position`, `position` + n, and so on.
 
     Args:
-        data: a `DataLoader`, or an iterable whose items are batches. Only these batches are loaded of data with a
-            length and indices; of other iterables each member reads all batches. The order must be the same on all
-            members.
+        data: a `DataLoader`, an `ElasticReaders`, whose readers are divided, or an iterable whose items are batches.
+            Only these batches are loaded of data with a length and indices; of other iterables each member reads all
+            batches. The order must be the same on all members.
         position: number of the member.
         n: number of members.
 
@@ -58,6 +60,8 @@ def own_batches(data: Any, position: int, n: int) -> Iterable[Any]:
         ValueError: a `DataLoader` shuffles or divides its data already, or the data is no iterable, or one that can be
             read once.
     """
+    if isinstance(data, ElasticReaders):
+        return data.once(position, n)
     if isinstance(data, DataLoader) and not isinstance(data.dataset, IterableDataset):
         return _own_loader(data, position, n)
     if isinstance(data, Mapping) or not (isinstance(data, Iterable) or hasattr(data, "__getitem__")):

@@ -43,7 +43,8 @@ class ReducedGradients:
         squares = gradients.SquareSum(self._state, self._group.rank, self._group.size, flats=flats)
         has_finite = buckets.are_finite
         rank, scale = self._group.rank, self._script.loss_scale.value
-        return gradients.ballot_of(step.loss, step.count, has_finite, squares.norms, squares.value, rank, scale)
+        mine = gradients.ballot_of(step.loss, step.count, has_finite, squares.norms, squares.value, rank, scale)
+        return mine._replace(missing=step.share.missing, remaining=float(step.share.remaining))
 
     def change(self, on_gradients: Callable[[StepGradients], object], step: Step, buckets: Buckets) -> Ballot:
         """Divide the reduced gradients and let the script change them, unless the step cannot count; collective.

@@ -32,6 +32,7 @@ from evermoe.config.variables import find_membership
 from evermoe.copies.protection import Protection
 from evermoe.copies.replay.replayable import find_arithmetics
 from evermoe.copies.snapshot.store import SnapshotStore
+from evermoe.data.readers import ElasticReaders
 from evermoe.data.sampler import Sampler
 from evermoe.errors import JobFinished, PeerLost
 from evermoe.events.base_event import Listener
@@ -75,7 +76,8 @@ class Session(BetweenSteps):
         optimizer: over the model's parameters (torch.optim.AdamW with fused=True is a good choice), or several of them
             that each step some: a list with Muon for matrices and AdamW for the rest. On experts it is elementwise, or
             steps each expert on its own.
-        data: divides the global batches: an `ElasticLoader` or `ElasticSampler`, or a sampler of your own.
+        data: divides the global batches: an `ElasticSampler`, `ElasticReaders` or `ElasticLoader`, or a sampler of your
+            own.
         preset: how the state is protected: the name of a preset, or its options, an object of `evermoe.presets`.
         replication: nodes that hold each unit's state after every step, those that train it included; 0 for no copies.
         membership: the job, and how long its members wait for each other.
@@ -166,7 +168,10 @@ class Session(BetweenSteps):
         deferral = find_deferral(model, together, weights)
         is_sharded, choices = bool(config.shard_optimizer), config.copies.choices
         marks = choices.may_lose_tokens
-        self._state = TrainingState(model, together, deferral=deferral, is_sharded=is_sharded, has_marks=marks)
+        readers = data.states if isinstance(data, ElasticReaders) else None
+        self._state = TrainingState(
+            model, together, deferral=deferral, is_sharded=is_sharded, has_marks=marks, readers=readers
+        )
         arithmetics = find_arithmetics(together) if config.sends_gradients else {}
         job = joining.job or f"job-{os.getpid()}-{uuid.uuid4().hex[:8]}"
         node, folder = node_name(joining.node), job_folder(joining.memory_dir or DEFAULT, job)

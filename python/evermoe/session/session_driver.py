@@ -13,6 +13,7 @@ from torch import Tensor
 from evermoe.comm.vote import Ballot
 from evermoe.copies.replay.replayable import refuse_code_in
 from evermoe.copies.replay.step_code import foreign_code
+from evermoe.data.readers import ElasticReaders
 from evermoe.errors import PeerLost, PersistFailed
 from evermoe.events import Begin, Copy, Gather, Reduce, Skipped, Update, Vote
 from evermoe.moe.layer import report_load
@@ -50,6 +51,8 @@ class SessionDriver(RecoveryDriver):
         self.role_request = RoleRequest(folder, self._config.membership.role, self.lost.turn, leave)
         self.loader = LoaderWatch(self._script.sampler, self._membership, self._emit)
         self.guard = ScriptGuard(self._script.model, self._script.optimizer)
+        self._reader_states: list[bytes] = []
+        """States of all members' readers, exchanged in the step under way."""
         self._reduced = ReducedGradients(self._script, self._state, self._group, self._config)
         if self._trains:
             self._save_progress()
@@ -144,6 +147,7 @@ class SessionDriver(RecoveryDriver):
         self._buckets.reduce()
         changed = None if on_gradients is None else self._reduced.change(on_gradients, step, self._buckets)
         is_whole, state_requests = self._protection.finish_exchange(step.number + 1)
+        self._exchange_readers()
         self._emit(Vote(step.number))
         counted = self._reduced.count(step, self._buckets, are_changed=changed is not None)
         if changed is not None:
@@ -240,12 +244,25 @@ class SessionDriver(RecoveryDriver):
                 self._state.expert_load.add_step()
             self._script.loss_scale.update(has_overflowed=clip is None)
             loop_state.advance(self._script.scheduler, self.loss)
-            self._script.sampler.advance()
+            self._advance_data(sums)
             self._save_progress()
         arrived = self._protection.first.version
         if arrived is not None:  # with this vote; members that had no part in its steps report none of them
             self.history.committed = max(self.history.committed, step_of(arrived))
         self._protection.commit_step(version, clip)
+
+    def _exchange_readers(self) -> None:
+        readers = self._script.sampler
+        if isinstance(readers, ElasticReaders) and readers.is_exchange_due:
+            self._reader_states = self._group.all_gather_bytes(readers.own_states())
+
+    def _advance_data(self, sums: Ballot) -> None:
+        readers = self._script.sampler
+        if isinstance(readers, ElasticReaders):
+            if readers.is_exchange_due:
+                readers.keep(self._reader_states)
+            readers.agree(sums.missing, sums.remaining)
+        self._script.sampler.advance()
 
     def _heal_and_pace(self, step: int, sums: Ballot) -> None:
         self._protection.set_pace(sums.capture_seconds, sums.step_seconds)

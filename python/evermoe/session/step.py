@@ -79,18 +79,19 @@ class Step:
         self._watcher, self._commit, self._fail, self._lose = watcher, commit, fail, lose
 
     @functools.cached_property
-    def _share(self) -> Share:
+    def share(self) -> Share:
+        """This member's part of the global batch."""
         return self._take_share()
 
     @property
     def indices(self) -> Tensor:
         """Numbers of this member's samples, int64."""
-        return self._share.indices
+        return self.share.indices
 
     @property
     def weight(self) -> float:
         """This member's share of the global batch, in [0, 1]; inside `micro_batches`, that of the current part."""
-        return (self._part or self._share).weight
+        return (self._part or self.share).weight
 
     def micro_batches(self, n: int) -> Iterator[Any]:
         """Yield this member's batch in n parts, to accumulate their gradients with less memory.
@@ -108,7 +109,7 @@ class Step:
         """
         checked("n", n, int, least=1)
         try:
-            for share in self._share.parts(n):
+            for share in self.share.parts(n):
                 self._begin_part(share)
                 yield share.batch
         finally:
@@ -150,7 +151,7 @@ class Step:
 
     def __enter__(self) -> Any:
         try:
-            batch = self._share.batch
+            batch = self.share.batch
         except BaseException as failure:
             self._fail(failure)
             raise

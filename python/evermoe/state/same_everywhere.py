@@ -12,7 +12,7 @@ from evermoe.comm.gather import gather_json
 from evermoe.comm.group import Group
 from evermoe.errors import UnsupportedState
 from evermoe.state.training_state import TrainingState
-from evermoe.state.unit import SESSION, digests_of
+from evermoe.state.unit import LOOP_UNITS, digests_of
 
 logger = logging.getLogger(__name__)
 
@@ -102,6 +102,6 @@ def _name_tensors(state: TrainingState, group: Group, units: list[str]) -> None:
 
 
 def _is_buffer(state: TrainingState, unit: str, name: str) -> bool:
-    if unit == SESSION or state.catalog.by_name[unit].layer is not None or "/" in name:
+    if unit in LOOP_UNITS or state.catalog.by_name[unit].layer is not None or "/" in name:
         return False
     return not isinstance(state.dense_tensors(unit)[name], nn.Parameter)

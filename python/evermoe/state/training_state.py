@@ -20,7 +20,18 @@ from evermoe.state.optimizer_state import create_optimizer_state
 from evermoe.state.sharded import DenseOwners
 from evermoe.state.stack_memory import StackMemories
 from evermoe.state.stored import RetainedUnits
-from evermoe.state.unit import MARKS, SESSION, TensorSpec, Unit, dense_tensors, digests_of, expert_unit, read_tensors
+from evermoe.state.unit import (
+    LOOP_UNITS,
+    MARKS,
+    READERS,
+    SESSION,
+    TensorSpec,
+    Unit,
+    dense_tensors,
+    digests_of,
+    expert_unit,
+    read_tensors,
+)
 from evermoe.state.unit_parts import UnitViews
 
 _NOTHING: Mapping[str, int] = MappingProxyType({})
@@ -43,6 +54,7 @@ class TrainingState:
         deferral: of a model that has no values yet: until `begin` or `adopt`, nothing is held.
         is_sharded: whether what is not an expert has owners; see `evermoe.state.sharded`.
         has_marks: whether that unit has what is known of the experts' copies, too; see `evermoe.state.copy_marks`.
+        readers: the states of an `ElasticReaders`, a unit of their own; None without one.
 
     Raises:
         ValueError: the optimizer is of another model.
@@ -58,6 +70,7 @@ class TrainingState:
         deferral: Deferral | None = None,
         is_sharded: bool = False,
         has_marks: bool = False,
+        readers: Tensor | None = None,
     ) -> None:
         self.deferral, self._is_made = deferral, deferral is None
         self.layers: dict[str, Experts] = expert_layers(model)
@@ -77,7 +90,10 @@ class TrainingState:
         self.expert_load.marks.are_kept = has_marks
         if has_marks:
             own[MARKS] = self.expert_load.marks.state
-        self._dense = ({session: own} if session is not None else {}) | dense_tensors(model)
+        loop = ({session: own} if session is not None else {}) | (
+            {} if readers is None else {READERS: {"states": readers}}
+        )
+        self._dense = loop | dense_tensors(model)
         self.owners = DenseOwners(optimizer, self._dense, is_sharded=is_sharded)
         """Owners of the units that are no experts; none has one if all ranks hold them."""
         self.catalog = UnitCatalog(self._list_units())
@@ -197,13 +213,13 @@ class TrainingState:
         self.optimizer.state.clear()
         self.owners.release()
         for name, tensors in self._dense.items():
-            for tensor in tensors.values() if name != SESSION else ():
+            for tensor in tensors.values() if name not in LOOP_UNITS else ():
                 tensor.data = tensor.new_empty(0)
         for layer in self.layers.values():
             layer.weights.data = layer.weights.new_empty(0)
             layer.ids = []
         self._memories.release()
-        self._dense = {name: tensors for name, tensors in self._dense.items() if name == SESSION}
+        self._dense = {name: tensors for name, tensors in self._dense.items() if name in LOOP_UNITS}
 
     def tensors(self, names: Iterable[str]) -> list[list[Tensor]]:
         """The tensors of this rank's units, whose bytes one after the other are the units'; wait for `late` to read."""
@@ -229,7 +245,7 @@ class TrainingState:
         if not self._is_made:
             self.owners.hold(rank)
             self.deferral.make(self.dense, self.optimizer)
-            for name in self._dense.keys() - {SESSION}:
+            for name in self._dense.keys() - set(LOOP_UNITS):
                 self.deferral.fill_dense(name, self._dense[name])
             for parameter, names in zip(self.dense, self._masters.of(self.dense), strict=True):
                 for key in names if parameter in self.optimizer.state else ():

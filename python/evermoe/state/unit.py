@@ -1,7 +1,7 @@
 """A model and its optimizer as units: the smallest things that are copied, fetched, saved or moved.
 
-A unit is one expert of one MoE layer, one other module with parameters or buffers of its own, or `session` (the
-small state of the training loop). Its bytes are its pieces one after the other: weights, then the optimizer's state.
+A unit is one expert of one MoE layer, one other module with parameters or buffers of its own, or one of `LOOP_UNITS`
+(the state of the training loop). Its bytes are its pieces one after the other: weights, then the optimizer's state.
 Every rank computes the same list of units, in the same order, whatever it holds.
 """
 
@@ -22,6 +22,10 @@ from evermoe.state.gpu_digests import bytes_of, gpu_digests
 
 SESSION = "session"
 """The unit with the small state of the training loop."""
+READERS = "session.readers"
+"""The unit with the states of the readers of an `ElasticReaders`."""
+LOOP_UNITS = (SESSION, READERS)
+"""Units that are no part of the model. Their tensors are on the CPU wherever the model is."""
 MARKS = "marks"
 """Its tensor that only presets have which always may lose tokens; see `evermoe.state.copy_marks`."""
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 
+import evermoe
 from evermoe.data.sampler import Share
 
 VOCABULARY, SAMPLES = 16, 60
@@ -70,3 +73,48 @@ class StatefulLoader:
     def load_state_dict(self, state):
         self._place, self._restored = state["place"], True
         self._generator.set_state(state["generator"])
+
+
+READER_SIZES = (12, 8, 6, 6, 4)
+"""Samples of each reader: an epoch has five batches of twelve, the last ones shorter."""
+
+
+class Documents:
+    """The samples of a reader, in another order in each epoch, with a state."""
+
+    def __init__(self, reader, readers):
+        assert readers == len(READER_SIZES)
+        self._first, self._size = sum(READER_SIZES[:reader]), READER_SIZES[reader]
+        self._epoch = self._place = 0
+
+    def set_epoch(self, epoch):
+        self._epoch = epoch
+
+    def __iter__(self):
+        while self._place < self._size:
+            self._place += 1
+            yield DATA[self._first + (self._place + self._epoch) % self._size]
+
+    def state_dict(self):
+        return {"place": self._place}
+
+    def load_state_dict(self, state):
+        self._place = state["place"]
+
+
+def readers():
+    return evermoe.ElasticReaders(Documents, readers=len(READER_SIZES), batch_size=12, num_workers=1)
+
+
+def batches_of_readers():
+    """All batches, from the definition of their order."""
+    for epoch in itertools.count():
+        for first in range(0, 60, 12):
+            places = (divmod(number, len(READER_SIZES)) for number in range(first, first + 12))
+            yield torch.stack(
+                [
+                    DATA[sum(READER_SIZES[:reader]) + (place + 1 + epoch) % READER_SIZES[reader]]
+                    for place, reader in places
+                    if place < READER_SIZES[reader]
+                ]
+            )

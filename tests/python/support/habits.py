@@ -20,8 +20,9 @@ from torch.utils.checkpoint import checkpoint
 
 import evermoe
 from evermoe.moe.layer import update_balance
+from support import habit_data
 from support.flat_options import grouped
-from support.habit_data import DATA, SAMPLES, VOCABULARY, OwnSampler, StatefulLoader, Stream
+from support.habit_data import DATA, SAMPLES, VOCABULARY
 
 WIDTH = 8
 STEPS, DIES_IN = 8, 4
@@ -91,6 +92,8 @@ class Habit:
     scaler: Callable[[], Any] = lambda: None
     loader: Callable[[], Any] | None = None
     """Yields global batches, in place of a sampler."""
+    readers: Callable[[], Any] | None = None
+    """Makes the same batches in a session."""
     sampler: Callable[[], Any] | None = None
     """In place of an `ElasticSampler`."""
     ema: float | None = None
@@ -354,9 +357,12 @@ HABITS = {
         step=lambda model, step: step.backward(replayed(model, DATA[step.indices])),
     ),
     "11: EMA": Habit(ema=0.8),
-    "12: IterableDataset": Habit(loader=lambda: torch.utils.data.DataLoader(Stream(), batch_size=12), step=samples),
-    "12: loader with state": Habit(loader=StatefulLoader, step=samples),
-    "12: a sampler of one's own": Habit(sampler=OwnSampler),
+    "12: IterableDataset": Habit(
+        loader=lambda: torch.utils.data.DataLoader(habit_data.Stream(), batch_size=12), step=samples
+    ),
+    "12: loader with state": Habit(loader=habit_data.StatefulLoader, step=samples),
+    "12: readers that end": Habit(loader=habit_data.batches_of_readers, readers=habit_data.readers, step=samples),
+    "12: a sampler of one's own": Habit(sampler=habit_data.OwnSampler),
     "14: tokens that are not padding": Habit(loss=padded, step=count_tokens),
     "14: tokens, micro-batches, gemini": Habit(
         loss=padded, step=count_tokens_of_parts, batch_size=10, session={"preset": "gemini"}
@@ -441,7 +447,7 @@ def elastic(write: Callable[..., None], name: str, node: str, options: dict[str,
     scheduler, scaler = habit.scheduler(optimizer), habit.scaler()
     sampler: Any = habit.sampler() if habit.sampler else evermoe.ElasticSampler(SAMPLES, habit.batch_size)
     if habit.loader is not None:
-        sampler = evermoe.ElasticLoader(habit.loader())
+        sampler = habit.readers() if habit.readers else evermoe.ElasticLoader(habit.loader())
     ema = None if habit.ema is None else evermoe.optim.EMA(optimizer, habit.ema)
 
     def on_event(event):

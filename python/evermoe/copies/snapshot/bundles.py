@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from evermoe.planning.protection import OWN_VERSIONS
-from evermoe.state.unit import SESSION
+from evermoe.state.unit import LOOP_UNITS
 
 HEAD_BYTES = 1 << 16
 """Approximate overhead of an arena in bytes: names and digests."""
@@ -40,9 +40,7 @@ class Bundle:
 def bundles(
     units: Sequence[str], holders: Sequence[Sequence[int]], periods: Sequence[int] | None = None
 ) -> list[Bundle]:
-    """Group units by the ranks that keep their copies, in order of first appearance; `session` has its own bundle.
-
-    The tensors of `session` are on the CPU wherever the model is.
+    """Group units by the ranks that keep their copies, in order of first appearance; `LOOP_UNITS` have their own.
 
     Args:
         units: their names; a bundle takes the position of its first unit.
@@ -53,7 +51,7 @@ def bundles(
     """
     grouped: dict[tuple[tuple[int, ...], int, bool], list[str]] = {}
     for unit, ranks, period in zip(units, holders, periods or [1] * len(units), strict=True):
-        grouped.setdefault((tuple(ranks), period, unit == SESSION), []).append(unit)
+        grouped.setdefault((tuple(ranks), period, unit in LOOP_UNITS), []).append(unit)
     return [Bundle(ranks, tuple(names)) for (ranks, *_), names in grouped.items()]
 
 

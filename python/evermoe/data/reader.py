@@ -1,0 +1,193 @@
+"""Readers: the parts into which the data of a job is divided."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+from evermoe.data.plain_state import from_json, to_json
+from evermoe.process.seeds import seed_all
+
+OpenReader = Callable[[int, int], Iterable[Any]]
+"""Opens a reader: gets its number and that of all readers, and returns its samples in an order of their own."""
+
+STATE_PERIOD = 8
+"""Batches between two states of a reader that its member takes."""
+
+
+class ReaderState(NamedTuple):
+    """The state of a reader: what it needs to go on."""
+
+    epoch: int
+    number: int
+    """Samples of the epoch that it had read."""
+    data: bytes
+    """The `state_dict` of its iterable."""
+
+
+class ReaderPart(NamedTuple):
+    """Samples of one reader for a global batch."""
+
+    reader: int
+    samples: list[Any]
+    missing: int
+    """Samples that it should have given, but no longer has in this epoch."""
+    has_more: bool
+    """Whether it has another sample in this epoch."""
+    state: ReaderState | None
+    """Its state after these samples, in every `STATE_PERIOD`-th batch."""
+
+
+class Batch(NamedTuple):
+    """A place in an epoch: the samples of one global batch."""
+
+    start: int
+    """Number in the epoch of the first sample."""
+    size: int
+    number: int
+    """Number of the batch in the job."""
+
+    def place_of(self, reader: int, readers: int) -> range:
+        """Return the samples of a reader, by their numbers in the reader.
+
+        Sample j of an epoch is that of reader j modulo the number of readers.
+
+        >>> [Batch(6, 4, 0).place_of(reader, 3) for reader in range(3)]
+        [range(2, 4), range(2, 3), range(2, 3)]
+        """
+        first, last = (-((reader - at) // readers) for at in (self.start, self.start + self.size))
+        return range(first, last)
+
+    @property
+    def next(self) -> Batch:
+        """The batch after this one in the same epoch."""
+        return Batch(self.start + self.size, self.size, self.number + 1)
+
+    @property
+    def keeps_states(self) -> bool:
+        """Whether states are taken after it."""
+        return self.number % STATE_PERIOD == STATE_PERIOD - 1
+
+
+class ReaderSettings(NamedTuple):
+    """What is the same for all readers of a job."""
+
+    open_reader: OpenReader
+    readers: int
+    seed: int
+
+
+class Reader:
+    """One part of the data in one epoch, from a sample on.
+
+    The global random generators are seeded for opening it and for each sample.
+
+    Args:
+        settings: of all readers.
+        number: of this one.
+        epoch: of its samples.
+        start: number of the first sample to return.
+        state: not after that sample; None to read all samples before it and drop them.
+    """
+
+    def __init__(
+        self, settings: ReaderSettings, number: int, epoch: int, start: int, state: ReaderState | None
+    ) -> None:
+        self.number, self.epoch = number, epoch
+        self.position = start
+        """Number of the next sample to return."""
+        self._seeds = (settings.seed, epoch, number)
+        self._ahead: deque[Any] = deque()
+        """Samples that were read and are not returned yet."""
+        self._last: list[Any] = []
+        """Samples that were returned last."""
+        self._read = 0 if state is None else state.number
+        seed_all(*self._seeds)
+        self._source = settings.open_reader(number, settings.readers)
+        parts: tuple[Any, ...] = (self._source, getattr(self._source, "dataset", None))
+        for part in parts:
+            if hasattr(part, "set_epoch"):
+                part.set_epoch(epoch)
+        if state is not None:
+            self._source.load_state_dict(from_json(json.loads(zlib.decompress(state.data))))  # type: ignore[attr-defined]
+        self._iterator: Iterator[Any] | None = iter(self._source)
+        while self._read < start and self._fetch():
+            self._ahead.clear()
+
+    @property
+    def has_state(self) -> bool:
+        """Whether its iterable can describe its place and continue from it."""
+        return hasattr(self._source, "state_dict") and hasattr(self._source, "load_state_dict")
+
+    def continues_at(self, start: int) -> bool:
+        """Return whether the sample of this number is the next one, or the first of those that were returned last."""
+        has_ended = self._iterator is None and not self._ahead
+        return start in (self.position, self.position - len(self._last)) or (has_ended and start > self.position)
+
+    def read(self, place: range, *, keeps_state: bool) -> ReaderPart:
+        """Return samples by their numbers in the reader, which begin at `position`, or where the last call did."""
+        if place.start < self.position:
+            self._ahead.extendleft(reversed(self._last))
+            self.position -= len(self._last)
+        while len(self._ahead) < len(place) and self._fetch():
+            pass
+        self._last = [self._ahead.popleft() for _ in range(min(len(place), len(self._ahead)))]
+        self.position += len(self._last)
+        state = self._state() if keeps_state and self._last and not self._ahead and self.has_state else None
+        has_more = bool(self._ahead) or self._fetch()
+        return ReaderPart(self.number, self._last, len(place) - len(self._last), has_more, state)
+
+    def _fetch(self) -> bool:
+        """Read a sample ahead; return whether there was one."""
+        if self._iterator is None:
+            return False
+        seed_all(*self._seeds, self._read)
+        try:
+            self._ahead.append(next(self._iterator))
+        except StopIteration:
+            self._iterator = None
+            return False
+        self._read += 1
+        return True
+
+    def _state(self) -> ReaderState:
+        state = json.dumps(to_json(self._source.state_dict()))  # type: ignore[attr-defined]
+        return ReaderState(self.epoch, self._read, zlib.compress(state.encode(), 1))
+
+
+class OwnReaders:
+    """Reads the parts of one member in an epoch, batch by batch, in this process.
+
+    Args:
+        settings: of all readers.
+        epoch: of the samples.
+    """
+
+    def __init__(self, settings: ReaderSettings, epoch: int) -> None:
+        self._settings, self.epoch = settings, epoch
+        self._readers: dict[int, Reader] = {}
+
+    def read(
+        self, owned: range, batch: Batch, states: Callable[[int, int, int], ReaderState | None]
+    ) -> list[ReaderPart]:
+        """Return the parts of a batch that is the last one again, or the next.
+
+        Args:
+            owned: the member's readers. Those that it had before continue; the others are opened.
+            batch: the place in the epoch.
+            states: returns the latest state of a reader in an epoch that is not after a sample; None without one.
+        """
+        count = self._settings.readers
+        self._readers = {number: self._readers[number] for number in owned if number in self._readers}
+        found = []
+        for number in owned:
+            place = batch.place_of(number, count)
+            known = self._readers.get(number)
+            if known is None or not known.continues_at(place.start):
+                state = states(number, self.epoch, place.start)
+                self._readers[number] = Reader(self._settings, number, self.epoch, place.start, state)
+            found.append(self._readers[number].read(place, keeps_state=batch.keeps_states))
+        return found
