@@ -37,6 +37,11 @@ from evermoe.state.unit_parts import UnitViews
 _NOTHING: Mapping[str, int] = MappingProxyType({})
 
 
+def _loop_tensors(loop: LoopState, load: ExpertLoad) -> dict[str, Tensor]:
+    found = {"progress": loop.progress, "load": load.average, "tokens": load.tokens}
+    return found | ({MARKS: load.marks.state} if load.marks.are_kept else {})
+
+
 def _is_state(name: str, tensor: Tensor) -> bool:
     """Whether only an update needs a tensor of the optimizer. Averages of `EMA` are for evaluation, too."""
     return tensor.dim() > 0 and not name.endswith("/ema")
@@ -86,14 +91,9 @@ class TrainingState:
         self._memories = StackMemories()
         self._masters = create_optimizer_state(optimizer, model, [layer.weights for layer in self.layers.values()])
         self.loop, self.expert_load = LoopState(), ExpertLoad(self.layers)
-        own = {"progress": self.loop.progress, "load": self.expert_load.average, "tokens": self.expert_load.tokens}
         self.expert_load.marks.are_kept = has_marks
-        if has_marks:
-            own[MARKS] = self.expert_load.marks.state
-        loop = ({session: own} if session is not None else {}) | (
-            {} if readers is None else {READERS: {"states": readers}}
-        )
-        self._dense = loop | dense_tensors(model)
+        own = {} if session is None else {session: _loop_tensors(self.loop, self.expert_load)}
+        self._dense = own | ({} if readers is None else {READERS: {"states": readers}}) | dense_tensors(model)
         self.owners = DenseOwners(optimizer, self._dense, is_sharded=is_sharded)
         """Owners of the units that are no experts; none has one if all ranks hold them."""
         self.catalog = UnitCatalog(self._list_units())
