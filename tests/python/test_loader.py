@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from evermoe import ElasticLoader
 from evermoe.data.sampler import Sampler, Share
-from support.habits import DATA, StatefulLoader, Stream
+from support.habit_data import DATA, StatefulLoader, Stream
 
 LOADERS = {
     "stream": lambda: DataLoader(Stream(), batch_size=13),

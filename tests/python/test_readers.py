@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from evermoe import ElasticReaders
-from evermoe.data.reader import STATE_PERIOD, Batch
+from evermoe.data.reader import Batch
+from evermoe.data.reader_states import EXCHANGE_PERIOD, STATE_PERIOD
 from evermoe.errors import UnsupportedState
 
 
@@ -69,10 +70,10 @@ class Job:
         return epoch, [found[number] for number in sorted(found)]
 
     def commit(self, missing: float, remaining: float) -> None:
-        states = [member.own_states() for member in self.members] if self.members[0].is_exchange_due else None
+        states = [member.states.own() for member in self.members] if self.members[0].states.is_due else None
         for member in self.members:
             if states is not None:
-                member.keep(states)
+                member.states.keep(states)
             member.agree(missing, remaining)
             member.advance()
 
@@ -87,11 +88,11 @@ class Job:
 
     def saved(self) -> tuple[dict[str, Any], torch.Tensor]:
         first = self.members[0]
-        return first.state_dict(), first.states.clone()
+        return first.state_dict(), first.states.tensor.clone()
 
     @staticmethod
     def restore(member: ElasticReaders, state: dict[str, Any], states: torch.Tensor) -> None:
-        member.states.copy_(states)
+        member.states.tensor.copy_(states)
         member.load_state_dict(state)
 
 
@@ -180,7 +181,7 @@ def test_a_reader_that_moves_continues_from_its_latest_state() -> None:
     job.members = job.members[1:]
     job.step()
     moved = [count for (reader, _), count in Documents.read.items() if reader < 2]
-    assert 0 < len(moved) <= 2 * 2 * (STATE_PERIOD + 16 + 2)
+    assert 0 < len(moved) <= 2 * 2 * (STATE_PERIOD + EXCHANGE_PERIOD + 2)
     assert all(at > 900 for reader, at in Documents.read if reader < 2)
     assert sum(1 for reader, _ in Documents.read if reader >= 2) <= 6  # the others go on where they are
 
@@ -276,8 +277,8 @@ def test_refusals(caplog: pytest.LogCaptureFixture) -> None:
     job = Job(lambda: make(state_bytes=64), 1)
     for _ in range(30):
         job.step()
-    assert caplog.text.count("state_bytes leaves 64") == 1
-    assert not job.members[0].states.any()
+    assert caplog.text.count("state_bytes is 64") == 1
+    assert not job.members[0].states.tensor.any()
 
 
 def test_places_of_a_batch_are_those_of_its_samples() -> None:

@@ -191,6 +191,8 @@ class Group:
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
         """Return the bytes of each member, by rank; lengths may differ."""
         lengths = self.all_gather(torch.tensor([len(data)], dtype=torch.int64)).flatten().tolist()
+        if not any(lengths):
+            return [b""] * len(lengths)
         mine = torch.zeros(max(lengths), dtype=torch.uint8)
         mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else 0
         rows = self.all_gather(mine)

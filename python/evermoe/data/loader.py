@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
-import logging
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -14,15 +12,14 @@ from torch.utils.data import default_collate, default_convert
 
 from evermoe.data.batches import Reading, Way, describe, read
 from evermoe.data.plain_state import from_json, to_json
+from evermoe.data.reader_states import STATE_PERIOD, ReaderState, ReaderStates, packed, unpacked
 from evermoe.data.sampler import Share
 from evermoe.options import checked
 from evermoe.process.seeds import seeded
 
-logger = logging.getLogger(__name__)
-
 _END = object()
-MAX_OPENED_BYTES = 4096
-"""Maximum size as JSON of a loader's state at the start of an epoch that is kept through the epoch."""
+_COUNTS = {"consumed": "consumed", "epoch": "_epoch", "taken": "_taken", "samples": "_samples"}
+"""Attributes that say where the loader is, by their names in its state."""
 
 
 class ElasticLoader:
@@ -31,9 +28,10 @@ class ElasticLoader:
     All members read the same global batches, and each keeps its part, which `with step as batch` yields.
 
     To resume, a loader with `state_dict` and `load_state_dict`, such as torchdata's `StatefulDataLoader`, continues
-    from its state. Any other loader is opened again and skips the samples of its epoch that were consumed. Its batch
-    size may have changed; the first batch is then cut where those samples end. Each epoch opens the loader again, after
-    `set_epoch(epoch)` of the loader, its sampler and its data set, if they have that method.
+    from its latest state that the members have kept, and skips the few batches since by reading them. Any other loader
+    is opened again and skips the samples of its epoch that were consumed. Its batch size may have changed; the first
+    batch is then cut where those samples end. Each epoch opens the loader again, after `set_epoch(epoch)` of the
+    loader, its sampler and its data set, if they have that method.
 
     Each batch is read with the generators of `random`, NumPy and torch seeded from (seed, epoch, batch), and loader
     workers start with seeds from (seed, epoch). So all members shuffle and augment the same way, and reading a batch
@@ -45,9 +43,6 @@ class ElasticLoader:
             with step as batch:
                 step.backward(loss_of(batch))
 
-    A loader's state that does not fit into the job's copies is omitted for the rest of its epoch, with a warning: to
-    resume, the loader is opened as at the start of the epoch, and skips the consumed batches.
-
     Args:
         loader: yields global batches. Tensors and NumPy arrays have one row per sample, lists and tuples one entry per
             sample, alone or in mappings, sequences, named tuples and dataclasses; all with the same number of samples.
@@ -57,9 +52,13 @@ class ElasticLoader:
             `iter(loader)`, and has the same batches on all members.
         seed: of the epochs.
         batch_size: samples of a global batch, if `loader.batch_size` does not give it.
+        state_bytes: bytes kept on each member for the loader's state, compressed. Without one that fits, a process
+            that resumes reads the batches of the job again.
     """
 
-    def __init__(self, loader: Iterable[Any], *, seed: int = 0, batch_size: int | None = None) -> None:
+    def __init__(
+        self, loader: Iterable[Any], *, seed: int = 0, batch_size: int | None = None, state_bytes: int = 64 << 10
+    ) -> None:
         self._loader, self._seed = loader, checked("seed", seed, int)
         self._batch_size = checked("batch_size", batch_size, int | None, least=1) or _batch_size(loader)
         self._iterator: Iterator[Any] | None = None
@@ -71,17 +70,17 @@ class ElasticLoader:
         """Those of them that are yet to be skipped by reading them."""
         self.consumed = 0
         """Samples of all committed batches."""
-        self._state: dict[str, Any] = {}
-        """State before the next batch."""
         self._batch: tuple[Any, Reading] | None = None
         """The next batch, and its reading."""
         self._lists: dict[str, Way] = {}
         """Readings of lists in the batches so far, by their path."""
-        self._opened: Any = None
-        """The loader's state as JSON at the start of the epoch; None without one, or if it is large."""
-        self._is_large = False
-        """Whether the loader's state is omitted until the end of the epoch."""
-        self._has_warned = False
+        nbytes = checked("state_bytes", state_bytes, int, least=64)
+        is_stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+        self.states = ReaderStates(1, nbytes) if is_stateful else None
+        """The loader's state, which a session exchanges among the members; None without one."""
+        self._first = self._state_at_start()
+        self._noted = 0
+        """Number in the job of the batch before which the loader's state was taken last."""
 
     def batch(self) -> Any:
         """Return the next global batch; the same until `advance`.
@@ -100,6 +99,8 @@ class ElasticLoader:
         """Return the part of `rank` among `size` members: contiguous, with sizes that differ by at most one."""
         batch, reading = self._read()
         length = _length(reading)
+        if self.states is not None:
+            self.states.owned = [0] if rank == 0 else []
         start, stop = (length * r // size for r in (rank, rank + 1))
         weight = (stop - start) / length
         place = slice(start, stop) if stop > start else slice(1)
@@ -112,6 +113,8 @@ class ElasticLoader:
         self.consumed, self._samples = self.consumed + length, self._samples + length
         self._taken += 1
         self._batch = None
+        if self.states is not None:
+            self.states.batch += 1
 
     def settings(self) -> dict[str, Any]:
         """Return the settings that must be the same on all members of a job."""
@@ -119,45 +122,52 @@ class ElasticLoader:
         return found | {"loader_batch_size": self._batch_size}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state needed to resume."""
+        """Return the state needed to resume, without that of the loader."""
         self._read()
-        return dict(self._state)
-
-    def shorten(self) -> None:
-        """Omit the loader's own state from `state_dict`, from this batch to the end of the epoch."""
-        if "loader" not in self._state:
-            return
-        nbytes = _nbytes(self._state.pop("loader"))
-        self._is_large = self._state["is_large"] = True
-        if not self._has_warned:
-            self._has_warned = True
-            logger.warning(
-                "the loader's state_dict() takes %d bytes as JSON, too many to be kept with each step: a process that "
-                "resumes opens the loader as at the start of the epoch, and skips the consumed batches by reading them",
-                nbytes,
-            )
+        found = {name: getattr(self, attribute) for name, attribute in _COUNTS.items()}
+        found |= {"lists": dict(self._lists)} if self._lists else {}
+        return (
+            found
+            if self.states is None
+            else found | {"batches": self.states.batch, "exchange_at": self.states.exchange_at}
+        )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state` was taken."""
-        if self._state and all(state[name] == self._state[name] for name in ("consumed", "epoch", "taken")):
-            return  # already at that batch
-        self._epoch, self._taken, self.consumed = (int(state[name]) for name in ("epoch", "taken", "consumed"))
-        self._samples, self._skipped = int(state["samples"]), 0
+        is_there = self._batch is not None and all(getattr(self, each) == state[name] for name, each in _COUNTS.items())
+        if self.states is not None:
+            self.states.batch, self.states.exchange_at = state["batches"], state["exchange_at"]
+        if is_there:
+            return
         self._iterator = None  # its worker processes end before others start
-        self._lists, self._opened = dict(state.get("lists", {})), state.get("opened")
-        self._is_large, self._batch, self._state = state.get("is_large", False), None, {}
-        self._prepare()
-        place = state.get("loader", self._opened) if self._is_stateful else None
-        if place is not None:
-            self._loader.load_state_dict(from_json(place))  # type: ignore[attr-defined]
-        if place is not None and "loader" in state:
-            self._iterator = self._batches(self._taken)
+        self._batch, self._lists = None, dict(state.get("lists", {}))
+        epoch, samples = state["epoch"], state["samples"]
+        self._epoch, self._taken, self._samples = epoch, 0, 0
+        if self.states is None:
+            self._prepare()
         else:
-            self._iterator, self._skipped = self._batches(0), self._samples
+            self._load_loader(self.states.latest(0, epoch, samples))
+            self._noted = self.states.batch
+        self._iterator = self._batches(self._taken)
+        while self._epoch < epoch:
+            for _ in self._iterator:
+                pass
+            self._iterator, self._epoch, self._samples = None, self._epoch + 1, 0
+            self._iterator = self._open()
+        self._skipped = samples - self._samples
+        for name, attribute in _COUNTS.items():
+            setattr(self, attribute, state[name])
 
-    @property
-    def _is_stateful(self) -> bool:
-        return hasattr(self._loader, "state_dict") and hasattr(self._loader, "load_state_dict")
+    def _load_loader(self, state: ReaderState | None) -> None:
+        """Put the loader to a place before the one that is wanted: that of a state, or its start."""
+        place = self._first
+        self._epoch = 0
+        if state is not None:
+            found = unpacked(state.data)
+            self._epoch, self._samples, self._taken, place = state.epoch, state.number, found["taken"], found["loader"]
+        self._prepare()
+        if place is not None:
+            self._loader.load_state_dict(place)  # type: ignore[attr-defined]
 
     def _prepare(self) -> None:
         """Set the epoch of the loader and its parts, and seed their generators."""
@@ -174,24 +184,13 @@ class ElasticLoader:
     def _open(self) -> Iterator[Any]:
         """Open the loader, and return the batches of the epoch."""
         self._prepare()
-        ended = self._loader_state() if self.consumed else None  # before the first batch it may have no state
-        iterator = self._batches(0)
-        self._is_large, self._opened = False, self._state_at_start(ended)
-        return iterator
+        return self._batches(0)
 
-    def _loader_state(self) -> Any:
-        """Return the loader's own state as JSON; None without one."""
-        return to_json(self._loader.state_dict()) if self._is_stateful else None  # type: ignore[attr-defined]
-
-    def _state_at_start(self, ended: Any) -> Any:
-        """Return the loader's state at the start of the epoch, if it differs from that at the previous end; else None.
-
-        A loader whose `__iter__` is a generator has no state yet, or still the previous one.
-        """
-        found = None
+    def _state_at_start(self) -> Any:
+        """Return the loader's state before its first batch; None if it has none yet."""
         with contextlib.suppress(Exception):  # loaders without a state before their first batch raise any exception
-            found = self._loader_state()
-        return None if found == ended or _nbytes(found) > MAX_OPENED_BYTES else found
+            return from_json(to_json(self._loader.state_dict()))  # type: ignore[attr-defined]
+        return None
 
     def _batches(self, taken: int) -> Iterator[Any]:
         """Return the batches of the epoch from the loader's position on, each read with its own random seed."""
@@ -203,8 +202,11 @@ class ElasticLoader:
         for _ in range(2):
             if self._iterator is None:
                 self._iterator = self._open()
-            self._state = self._state_now()
+            state = self._state_if_due()
             for batch in self._iterator:
+                if state is not None and self.states is not None:  # the loader does not end here
+                    self.states.add(0, state)
+                    self._noted, state = self.states.batch, None
                 reading = self._reading(batch)
                 self._lists |= reading.lists
                 skipped, self._skipped = self._skipped, max(0, self._skipped - _length(reading))
@@ -221,19 +223,12 @@ class ElasticLoader:
         rest = reading.cut(batch, slice(skipped, None))
         return rest, self._reading(rest)
 
-    def _state_now(self) -> dict[str, Any]:
-        """Return the state before the next batch is read."""
-        state: dict[str, Any] = {"consumed": self.consumed, "epoch": self._epoch, "taken": self._taken}
-        state["samples"] = self._samples
-        if self._lists:
-            state["lists"] = dict(self._lists)
-        if self._opened is not None:
-            state["opened"] = self._opened
-        if self._is_large:
-            state["is_large"] = True
-        elif self._taken and self._is_stateful:
-            state["loader"] = self._loader_state()
-        return state
+    def _state_if_due(self) -> ReaderState | None:
+        """Return the loader's state before the next batch, if the latest one is some batches old."""
+        if self.states is None or not self._taken or self.states.batch - self._noted < STATE_PERIOD:
+            return None
+        state = packed({"taken": self._taken, "loader": self._loader.state_dict()})  # type: ignore[attr-defined]
+        return ReaderState(self._epoch, self._samples, state)
 
     def _reading(self, batch: Any) -> Reading:
         has_fields = getattr(self._loader, "collate_fn", None) in (default_collate, default_convert)
@@ -270,11 +265,3 @@ def _batch_size(loader: Any) -> int | None:
     """Return the batch size of a `DataLoader` or its batch sampler; None if unknown."""
     sizes = (getattr(each, "batch_size", None) for each in (loader, getattr(loader, "batch_sampler", None)))
     return next((size for size in sizes if isinstance(size, int) and not isinstance(size, bool) and size > 0), None)
-
-
-def _nbytes(state: Any) -> int:
-    """Return the bytes of a state as JSON; 0 if JSON cannot represent it, which the code that stores it reports."""
-    try:
-        return len(json.dumps(state))
-    except TypeError:
-        return 0

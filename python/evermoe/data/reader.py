@@ -2,30 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
-from evermoe.data.plain_state import from_json, to_json
+from evermoe.data.reader_states import STATE_PERIOD, ReaderState, packed, unpacked
 from evermoe.process.seeds import seed_all
 
 OpenReader = Callable[[int, int], Iterable[Any]]
 """Opens a reader: gets its number and that of all readers, and returns its samples in an order of their own."""
-
-STATE_PERIOD = 8
-"""Batches between two states of a reader that its member takes."""
-
-
-class ReaderState(NamedTuple):
-    """The state of a reader: what it needs to go on."""
-
-    epoch: int
-    number: int
-    """Samples of the epoch that it had read."""
-    data: bytes
-    """The `state_dict` of its iterable."""
 
 
 class ReaderPart(NamedTuple):
@@ -112,7 +97,7 @@ class Reader:
             if hasattr(part, "set_epoch"):
                 part.set_epoch(epoch)
         if state is not None:
-            self._source.load_state_dict(from_json(json.loads(zlib.decompress(state.data))))  # type: ignore[attr-defined]
+            self._source.load_state_dict(unpacked(state.data))  # type: ignore[attr-defined]
         self._iterator: Iterator[Any] | None = iter(self._source)
         while self._read < start and self._fetch():
             self._ahead.clear()
@@ -154,8 +139,7 @@ class Reader:
         return True
 
     def _state(self) -> ReaderState:
-        state = json.dumps(to_json(self._source.state_dict()))  # type: ignore[attr-defined]
-        return ReaderState(self.epoch, self._read, zlib.compress(state.encode(), 1))
+        return ReaderState(self.epoch, self._read, packed(self._source.state_dict()))  # type: ignore[attr-defined]
 
 
 class OwnReaders:

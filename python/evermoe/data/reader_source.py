@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from evermoe.data.reader import Batch, OwnReaders, Reader, ReaderPart, ReaderSettings, ReaderState
-from evermoe.data.reader_states import ReaderStates
+from evermoe.data.reader import Batch, OwnReaders, Reader, ReaderPart, ReaderSettings
+from evermoe.data.reader_states import ReaderState, ReaderStates
 from evermoe.process.seeds import seeded
 
 

@@ -1,19 +1,55 @@
-"""States of readers in a tensor of fixed size, the unit `readers`: the same on all members."""
+"""States of readers in a tensor of fixed size, the unit `session.readers`: the same on all members."""
 
 from __future__ import annotations
 
+import json
 import logging
 import struct
-from collections.abc import Iterable, Iterator
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
-from evermoe.data.reader import ReaderState
+from evermoe.data.plain_state import from_json, to_json
 
 logger = logging.getLogger(__name__)
 
+STATE_PERIOD = 8
+"""Batches between two states of a reader that its member takes."""
+EXCHANGE_PERIOD = 16
+"""Minimum number of batches between two exchanges of states."""
+EXCHANGE_BYTES = 64 << 10
+"""Bytes of states that members exchange for each batch, on average."""
+MAX_IDLE_PERIOD = 1024
+"""Maximum number of batches between two exchanges where no reader has given a state."""
+
 _HEAD = struct.Struct("<qqq")
 """Of each state: its epoch, the number of samples, and bytes."""
+
+
+class ReaderState(NamedTuple):
+    """The state of a reader: what it needs to go on."""
+
+    epoch: int
+    number: int
+    """Samples of the epoch that it had read."""
+    data: bytes
+    """What its iterable needs, as `packed` returns it."""
+
+
+def packed(state: Any) -> bytes:
+    """Return a state as compressed JSON.
+
+    Raises:
+        TypeError: it has a value that is neither JSON nor a tensor, an array, bytes or a tuple.
+    """
+    return zlib.compress(json.dumps(to_json(state)).encode(), 1)
+
+
+def unpacked(data: bytes) -> Any:
+    """Invert `packed`."""
+    return from_json(json.loads(zlib.decompress(data)))
 
 
 class ReaderStates:
@@ -27,8 +63,19 @@ class ReaderStates:
     def __init__(self, readers: int, nbytes: int) -> None:
         self.tensor = torch.zeros(readers, nbytes, dtype=torch.uint8)
         """The exchanged states, `[readers, nbytes]`."""
+        self.batch = 0
+        """Number in the job of the next batch."""
+        self.exchange_at = EXCHANGE_PERIOD
+        """Number of the batch with which members exchange states next."""
+        self.owned: Iterable[int] = ()
+        """The readers of which this member gives the states."""
         self._own: dict[int, ReaderState] = {}
         self._has_warned = False
+
+    @property
+    def is_due(self) -> bool:
+        """Whether members exchange states with the next batch."""
+        return self.batch >= self.exchange_at
 
     def add(self, reader: int, state: ReaderState) -> None:
         """Note a newer state of a reader of this member."""
@@ -38,8 +85,8 @@ class ReaderStates:
         elif not self._has_warned:
             self._has_warned = True
             logger.warning(
-                "the state of reader %d takes %d bytes, and state_bytes leaves %d: a member that takes it over reads "
-                "again what the epoch has consumed since its last state that fits",
+                "the state of reader %d takes %d bytes, and state_bytes is %d: a member that resumes, or takes "
+                "the reader over, reads again all samples since the last state that fits; use a larger state_bytes",
                 reader,
                 nbytes,
                 room,
@@ -47,21 +94,31 @@ class ReaderStates:
 
     def before(self, reader: int, epoch: int, number: int) -> ReaderState | None:
         """Return the latest state of a reader in an epoch that is not after a sample; None without one."""
+        found = self.latest(reader, epoch, number)
+        return None if found is None or found.epoch != epoch else found
+
+    def latest(self, reader: int, epoch: int, number: int) -> ReaderState | None:
+        """Return the latest state of a reader that is not after a sample of an epoch; None without one."""
         known = (self._own.get(reader), self._exchanged(reader))
-        fitting = [each for each in known if each is not None and each.epoch == epoch and each.number <= number]
-        return max(fitting, key=lambda each: each.number, default=None)
+        fitting = [each for each in known if each is not None and each[:2] <= (epoch, number)]
+        return max(fitting, key=lambda each: each[:2], default=None)
 
-    def own(self, readers: Iterable[int]) -> bytes:
-        """Return the states of these readers that this member has taken, for the others."""
-        found = [(reader, self._own[reader]) for reader in readers if reader in self._own]
-        return b"".join(struct.pack("<q", reader) + _packed(state) for reader, state in found)
+    def own(self) -> bytes:
+        """Return the states of this member's readers, for all members to keep."""
+        found = [(reader, self._own[reader]) for reader in self.owned if reader in self._own]
+        return b"".join(struct.pack("<q", reader) + _headed(state) for reader, state in found)
 
-    def keep(self, data: bytes) -> None:
-        """Take over the states of another member, or of this one, as `own` returns them."""
-        for reader, state in _unpacked(data):
-            packed = torch.frombuffer(bytearray(_packed(state)), dtype=torch.uint8)
+    def keep(self, states: Sequence[bytes]) -> None:
+        """Keep the states of all members' readers, the same on all of them, and set the next exchange."""
+        for reader, state in (each for data in states for each in _divided(data)):
+            row = torch.frombuffer(bytearray(_headed(state)), dtype=torch.uint8)
             self.tensor[reader].zero_()
-            self.tensor[reader, : len(packed)] = packed
+            self.tensor[reader, : len(row)] = row
+        nbytes = sum(map(len, states))
+        period = nbytes // EXCHANGE_BYTES
+        if not nbytes and not self.tensor.any():  # readers may have no states, or none yet
+            period = min(self.batch, MAX_IDLE_PERIOD)
+        self.exchange_at = self.batch + max(EXCHANGE_PERIOD, period)
 
     def _exchanged(self, reader: int) -> ReaderState | None:
         row = self.tensor[reader]
@@ -70,11 +127,17 @@ class ReaderStates:
         return ReaderState(epoch, number, data) if nbytes else None
 
 
-def _packed(state: ReaderState) -> bytes:
+def states_of(data: object) -> ReaderStates | None:
+    """Return the states that members exchange of an `ElasticReaders` or an `ElasticLoader`; None if there are none."""
+    found = getattr(data, "states", None)
+    return found if isinstance(found, ReaderStates) else None
+
+
+def _headed(state: ReaderState) -> bytes:
     return _HEAD.pack(state.epoch, state.number, len(state.data)) + state.data
 
 
-def _unpacked(data: bytes) -> Iterator[tuple[int, ReaderState]]:
+def _divided(data: bytes) -> Iterator[tuple[int, ReaderState]]:
     at = 0
     while at < len(data):
         (reader,) = struct.unpack_from("<q", data, at)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.utils.data import default_collate
 
 from evermoe.data.batches import Reading, read
@@ -18,13 +17,6 @@ from evermoe.data.sampler import Share
 from evermoe.errors import UnsupportedState
 from evermoe.options import checked
 from evermoe.process.seeds import seeded
-
-EXCHANGE_PERIOD = 16
-"""Minimum number of batches between two exchanges of states."""
-EXCHANGE_BYTES = 64 << 10
-"""Bytes of states that members exchange for each batch, on average."""
-IDLE_PERIOD = 1024
-"""Batches between two exchanges where no reader has a state."""
 
 
 class ElasticReaders:
@@ -91,16 +83,15 @@ class ElasticReaders:
         self._given_size, self._collate = self.batch_size, collate_fn
         workers = checked("num_workers", num_workers, int, least=0)
         ahead = checked("prefetch_factor", prefetch_factor, int, least=1)
-        self._states = ReaderStates(readers, checked("state_bytes", state_bytes, int, least=64))
-        self._source = ReaderSource(self._settings, self._states, workers, ahead)
+        self.states = ReaderStates(readers, checked("state_bytes", state_bytes, int, least=64))
+        """States of the readers, which a session exchanges among the members."""
+        self._source = ReaderSource(self._settings, self.states, workers, ahead)
         self.epoch = 0
         """Epoch of the next batch."""
         self.consumed = 0
         """Samples of all committed batches."""
         self._batch = Batch(0, self.batch_size, 0)
         """The next batch."""
-        self._exchange_at = EXCHANGE_PERIOD
-        """Number of the batch with which members exchange states next."""
         self._parts: list[ReaderPart] = []
         """This member's parts of the next batch."""
         self._share: tuple[range, Share] | None = None
@@ -135,6 +126,7 @@ class ElasticReaders:
         count = self._settings.readers
         owned = range(count * rank // size, count * (rank + 1) // size)
         if self._share is None or self._share[0] != owned:
+            self.states.owned = owned
             self._parts = self._source.read(self.epoch, owned, self._batch)
             self._share = owned, self._make_share()
         return self._share[1]
@@ -173,9 +165,10 @@ class ElasticReaders:
         missing, remaining = self._agreed or self._own_sums()
         for part in self._parts:
             if part.state is not None:
-                self._states.add(part.reader, part.state)
+                self.states.add(part.reader, part.state)
         self.consumed += self._batch.size - round(missing * self._batch.size)
         self._batch = self._batch.next._replace(size=self.batch_size)
+        self.states.batch = self._batch.number
         if not remaining:
             self.epoch, self._batch = self.epoch + 1, self._batch._replace(start=0)
         self._parts, self._share, self._agreed = [], None, None
@@ -183,28 +176,6 @@ class ElasticReaders:
     def _own_sums(self) -> tuple[float, float]:
         share = self.share(0, 1) if self._share is None else self._share[1]
         return share.missing, share.remaining
-
-    @property
-    def is_exchange_due(self) -> bool:
-        """Whether members exchange the states of their readers with the next batch."""
-        return self._batch.number >= self._exchange_at
-
-    @property
-    def states(self) -> Tensor:
-        """The states of all readers that the members have exchanged: uint8, `[readers, state_bytes]`."""
-        return self._states.tensor
-
-    def own_states(self) -> bytes:
-        """Return the latest states that this member has taken of its readers, for all members to `keep`."""
-        return b"" if self._share is None else self._states.own(self._share[0])
-
-    def keep(self, states: Sequence[bytes]) -> None:
-        """Keep the states of all members' readers, which are then the same on all of them."""
-        for each in states:
-            self._states.keep(each)
-        nbytes = sum(map(len, states))
-        period = max(EXCHANGE_PERIOD, nbytes // EXCHANGE_BYTES) if nbytes else IDLE_PERIOD
-        self._exchange_at = self._batch.number + period
 
     def once(self, position: int, n: int) -> Iterator[Any]:
         """Yield batches of the readers of one of n members, through the first epoch: for an evaluation."""
@@ -222,7 +193,7 @@ class ElasticReaders:
     def settings(self) -> dict[str, Any]:
         """Return the settings that must be the same on all members of a job."""
         found = {"readers": self._settings.readers, "readers_seed": self._settings.seed}
-        return found | {"readers_batch_size": self._given_size, "readers_state_bytes": self.states.shape[1]}
+        return found | {"readers_batch_size": self._given_size, "readers_state_bytes": self.states.tensor.shape[1]}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state needed to resume, without those of the readers: plain numbers."""
@@ -233,7 +204,7 @@ class ElasticReaders:
             "readers": self._settings.readers,
             "batch_size": self.batch_size,
             "given_batch_size": self._given_size,
-            "exchange_at": self._exchange_at,
+            "exchange_at": self.states.exchange_at,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -247,8 +218,8 @@ class ElasticReaders:
                 f"the job has {state['readers']} readers, and this script {self._settings.readers}: the samples that "
                 "the job has consumed are known for its readers alone. Use as many, or start another job"
             )
-        self.consumed, epoch, self._exchange_at = state["consumed"], state["epoch"], state["exchange_at"]
-        batch = Batch(*state["batch"])
+        self.consumed, epoch, batch = state["consumed"], state["epoch"], Batch(*state["batch"])
+        self.states.batch, self.states.exchange_at = batch.number, state["exchange_at"]
         if (epoch, batch) != (self.epoch, self._batch):
             self._share, self.epoch, self._batch = None, epoch, batch
         is_other = self._given_size != state["given_batch_size"]

@@ -32,7 +32,7 @@ from evermoe.config.variables import find_membership
 from evermoe.copies.protection import Protection
 from evermoe.copies.replay.replayable import find_arithmetics
 from evermoe.copies.snapshot.store import SnapshotStore
-from evermoe.data.readers import ElasticReaders
+from evermoe.data.reader_states import states_of
 from evermoe.data.sampler import Sampler
 from evermoe.errors import JobFinished, PeerLost
 from evermoe.events.base_event import Listener
@@ -168,7 +168,8 @@ class Session(BetweenSteps):
         deferral = find_deferral(model, together, weights)
         is_sharded, choices = bool(config.shard_optimizer), config.copies.choices
         marks = choices.may_lose_tokens
-        readers = data.states if isinstance(data, ElasticReaders) else None
+        states = states_of(data)
+        readers = None if states is None else states.tensor
         self._state = TrainingState(
             model, together, deferral=deferral, is_sharded=is_sharded, has_marks=marks, readers=readers
         )

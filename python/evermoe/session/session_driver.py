@@ -13,6 +13,7 @@ from torch import Tensor
 from evermoe.comm.vote import Ballot
 from evermoe.copies.replay.replayable import refuse_code_in
 from evermoe.copies.replay.step_code import foreign_code
+from evermoe.data.reader_states import states_of
 from evermoe.data.readers import ElasticReaders
 from evermoe.errors import PeerLost, PersistFailed
 from evermoe.events import Begin, Copy, Gather, Reduce, Skipped, Update, Vote
@@ -252,17 +253,17 @@ class SessionDriver(RecoveryDriver):
         self._protection.commit_step(version, clip)
 
     def _exchange_readers(self) -> None:
-        readers = self._script.sampler
-        if isinstance(readers, ElasticReaders) and readers.is_exchange_due:
-            self._reader_states = self._group.all_gather_bytes(readers.own_states())
+        states = states_of(self._script.sampler)
+        if states is not None and states.is_due:
+            self._reader_states = self._group.all_gather_bytes(states.own())
 
     def _advance_data(self, sums: Ballot) -> None:
-        readers = self._script.sampler
-        if isinstance(readers, ElasticReaders):
-            if readers.is_exchange_due:
-                readers.keep(self._reader_states)
-            readers.agree(sums.missing, sums.remaining)
-        self._script.sampler.advance()
+        sampler, states = self._script.sampler, states_of(self._script.sampler)
+        if states is not None and states.is_due:
+            states.keep(self._reader_states)
+        if isinstance(sampler, ElasticReaders):
+            sampler.agree(sums.missing, sums.remaining)
+        sampler.advance()
 
     def _heal_and_pace(self, step: int, sums: Ballot) -> None:
         self._protection.set_pace(sums.capture_seconds, sums.step_seconds)

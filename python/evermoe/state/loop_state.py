@@ -13,7 +13,6 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from evermoe.data.loader import ElasticLoader
 from evermoe.data.sampler import Sampler
 from evermoe.errors import UnsupportedState
 from evermoe.state import lr_schedule
@@ -33,9 +32,6 @@ class Stateful(Protocol):
 
 PROGRESS_BYTES = 16384
 """Bytes that the training loop's own state may take as JSON in the unit `session`."""
-OTHER_BYTES = 256
-"""Bytes of these that are left for results of the latest step."""
-
 
 SCHEDULED = ("lr", "betas", "momentum", "max_momentum", "base_momentum", "initial_lr")
 """Settings of an optimizer's groups that torch's schedulers change, or keep as `base_lrs`."""
@@ -119,9 +115,6 @@ def collect(parts: LoopParts) -> dict[str, object]:
         found["loss_scale"] = loss_scale.state_dict()
     if stateful:
         found["stateful"] = {name: each.state_dict() for name, each in stateful.items()}
-    if isinstance(sampler, ElasticLoader) and len(encoded(found)) > PROGRESS_BYTES - OTHER_BYTES:
-        sampler.shorten()
-        found["sampler"] = sampler.state_dict()
     return found
 
 
