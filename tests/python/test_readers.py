@@ -183,7 +183,7 @@ def test_a_reader_that_moves_continues_from_its_latest_state() -> None:
     moved = [count for (reader, _), count in Documents.read.items() if reader < 2]
     assert 0 < len(moved) <= 2 * 2 * (STATE_PERIOD + EXCHANGE_PERIOD + 2)
     assert all(at > 900 for reader, at in Documents.read if reader < 2)
-    assert sum(1 for reader, _ in Documents.read if reader >= 2) <= 6  # the others go on where they are
+    assert sum(1 for reader, _ in Documents.read if reader >= 2) <= 6  # the others continue
 
 
 def test_each_member_reads_its_own_readers_alone() -> None:

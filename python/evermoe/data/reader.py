@@ -58,7 +58,7 @@ class Batch(NamedTuple):
 
 
 class ReaderSettings(NamedTuple):
-    """What is the same for all readers of a job."""
+    """Settings that all readers of a job share."""
 
     open_reader: OpenReader
     readers: int

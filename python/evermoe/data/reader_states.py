@@ -29,13 +29,13 @@ _HEAD = struct.Struct("<qqq")
 
 
 class ReaderState(NamedTuple):
-    """The state of a reader: what it needs to go on."""
+    """The state of a reader, from which it continues."""
 
     epoch: int
     number: int
     """Samples of the epoch that it had read."""
     data: bytes
-    """What its iterable needs, as `packed` returns it."""
+    """State of its iterable, as `packed` returns it."""
 
 
 def packed(state: Any) -> bytes:

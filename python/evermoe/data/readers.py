@@ -48,7 +48,7 @@ class ElasticReaders:
         open_reader: `open_reader(reader, readers)` returns the samples of a reader as an iterable. It is called for
             each epoch, in the process or worker process that reads, and `set_epoch(epoch)` of the iterable and of its
             `dataset`, if they have it, before it is iterated. `state_dict()` is called between two samples.
-        readers: number of readers, the same for the whole job: at least that of the members that may ever train, and
+        readers: number of readers, the same for the entire job: at least that of the members that may ever train, and
             at most the batch size.
         batch_size: samples of a global batch, over all members.
         collate_fn: makes a batch of a list of samples.
@@ -153,7 +153,7 @@ class ElasticReaders:
         )
 
     def _reading(self, batch: Any, size: int) -> Reading | None:
-        """Return how to divide a batch further, where the function that has made it tells."""
+        """Return how to divide a batch further, if torch's function has made it."""
         return read(batch, size=size, has_fields=True) if self._collate is default_collate else None
 
     def agree(self, missing: float, remaining: float) -> None:

@@ -13,8 +13,6 @@ from torch import Tensor
 from evermoe.comm.vote import Ballot
 from evermoe.copies.replay.replayable import refuse_code_in
 from evermoe.copies.replay.step_code import foreign_code
-from evermoe.data.reader_states import states_of
-from evermoe.data.readers import ElasticReaders
 from evermoe.errors import PeerLost, PersistFailed
 from evermoe.events import Begin, Copy, Gather, Reduce, Skipped, Update, Vote
 from evermoe.moe.layer import report_load
@@ -23,6 +21,7 @@ from evermoe.process.memory_folder import FINISHED, mark
 from evermoe.process.seeds import seeded
 from evermoe.session import gradients, step_notices
 from evermoe.session.commands import Event
+from evermoe.session.data_advance import DataAdvance
 from evermoe.session.loader_watch import LoaderWatch
 from evermoe.session.reduced_gradients import ReducedGradients
 from evermoe.session.role_request import RoleRequest
@@ -52,8 +51,7 @@ class SessionDriver(RecoveryDriver):
         self.role_request = RoleRequest(folder, self._config.membership.role, self.lost.turn, leave)
         self.loader = LoaderWatch(self._script.sampler, self._membership, self._emit)
         self.guard = ScriptGuard(self._script.model, self._script.optimizer)
-        self._reader_states: list[bytes] = []
-        """States of all members' readers, exchanged in the step under way."""
+        self._data = DataAdvance(self._script.sampler, self._group)
         self._reduced = ReducedGradients(self._script, self._state, self._group, self._config)
         if self._trains:
             self._save_progress()
@@ -148,7 +146,7 @@ class SessionDriver(RecoveryDriver):
         self._buckets.reduce()
         changed = None if on_gradients is None else self._reduced.change(on_gradients, step, self._buckets)
         is_whole, state_requests = self._protection.finish_exchange(step.number + 1)
-        self._exchange_readers()
+        self._data.exchange()
         self._emit(Vote(step.number))
         counted = self._reduced.count(step, self._buckets, are_changed=changed is not None)
         if changed is not None:
@@ -245,25 +243,12 @@ class SessionDriver(RecoveryDriver):
                 self._state.expert_load.add_step()
             self._script.loss_scale.update(has_overflowed=clip is None)
             loop_state.advance(self._script.scheduler, self.loss)
-            self._advance_data(sums)
+            self._data.advance(sums)
             self._save_progress()
         arrived = self._protection.first.version
         if arrived is not None:  # with this vote; members that had no part in its steps report none of them
             self.history.committed = max(self.history.committed, step_of(arrived))
         self._protection.commit_step(version, clip)
-
-    def _exchange_readers(self) -> None:
-        states = states_of(self._script.sampler)
-        if states is not None and states.is_due:
-            self._reader_states = self._group.all_gather_bytes(states.own())
-
-    def _advance_data(self, sums: Ballot) -> None:
-        sampler, states = self._script.sampler, states_of(self._script.sampler)
-        if states is not None and states.is_due:
-            states.keep(self._reader_states)
-        if isinstance(sampler, ElasticReaders):
-            sampler.agree(sums.missing, sums.remaining)
-        sampler.advance()
 
     def _heal_and_pace(self, step: int, sums: Ballot) -> None:
         self._protection.set_pace(sums.capture_seconds, sums.step_seconds)
