@@ -9,6 +9,9 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
+_open_blocks: list[tuple[int, ...]] = []
+"""Numbers of the `seeded` blocks that this process is in."""
+
 
 def seed_all(*numbers: int) -> None:
     """Seed all global random generators of this process: see `seeded`, which restores them."""
@@ -39,12 +42,27 @@ def seeded(*numbers: int) -> Iterator[None]:
     """
     python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
     gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
+    _open_blocks.append(numbers)
     try:
         seed_all(*numbers)
         yield
     finally:
+        _open_blocks.pop()
         random.setstate(python)
         np.random.set_state(numpy)
         torch.set_rng_state(cpu)
         if gpus is not None:
             torch.cuda.set_rng_state_all(gpus)
+
+
+@contextmanager
+def preserved() -> Iterator[None]:
+    """Restore all global random generators after a block that seeds them, unless it is in a `seeded` block.
+
+    A `seeded` block restores them at its end. To do so for each sample would take longer than to read many of them.
+    """
+    if _open_blocks:
+        yield
+    else:
+        with seeded(0):
+            yield

@@ -1,0 +1,214 @@
+"""Iterables that are made of others, with a state from which they continue exactly.
+
+Why such a state is not made of buffers: a shuffle buffer or the rest of a document may be large, and a job keeps the
+states of all readers on every member. So a state names a place in the source and the number of items read since. To
+continue, these few items are read again.
+"""
+
+from __future__ import annotations
+
+import copy
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils.data import IterableDataset
+
+from evermoe.errors import UnsupportedState
+from evermoe.process.seeds import preserved, seed_all
+
+END = object()
+"""Returned instead of an item where there is none left."""
+
+
+def check_resumes(items: Any) -> None:
+    """Check that the state of an iterable describes its place, as far as that can be seen.
+
+    Raises:
+        UnsupportedState: it is a stream of Hugging Face datasets with a shuffle buffer, whose content its state omits.
+    """
+    for part in (items, getattr(items, "dataset", None)):
+        nodes: list[Any] = [getattr(part, "_ex_iterable", None)]
+        for node in nodes:  # which grows
+            if type(node).__name__ == "BufferShuffledExamplesIterable" and node.buffer_size > 1:
+                raise UnsupportedState(
+                    f"the state of this {type(part).__name__} of datasets omits its shuffle buffer of "
+                    f"{node.buffer_size} examples, which would be skipped when a reader moves to another member. Use "
+                    "shuffle(buffer_size=1) to shuffle the shards, and evermoe.data.Shuffled(dataset, buffer_size) for "
+                    "the examples"
+                )
+            nodes += [child for child in (getattr(node, "ex_iterable", None),) if child is not None]
+            nodes += getattr(node, "ex_iterables", None) or []
+
+
+class Source:
+    """The items of an iterable, from a position on.
+
+    An iterable with `state_dict` and `load_state_dict` continues from its last marked state, one with access by index
+    from the item's index, and any other from its start. Each item is read with the global generators of `random`, NumPy
+    and torch seeded from its number, so that it is the same when it is read again.
+
+    Raises:
+        UnsupportedState: the iterable's state does not describe its place.
+    """
+
+    def __init__(self, items: Iterable[Any]) -> None:
+        if not isinstance(items, Iterable) and not _has_indices(items):
+            raise ValueError(f"expected an iterable of items, got {type(items).__name__}")
+        check_resumes(items)
+        self._items: Any = items
+        self._has_state = hasattr(items, "state_dict") and hasattr(items, "load_state_dict")
+        self._iterator: Iterator[Any] | None = None
+        """None where no item is left."""
+        self._seed = self._number = 0
+        """Number of items read since the beginning."""
+        self._mark: tuple[int, Any] = (0, None)
+        """A number of items, and the state of the iterable after them; None for the beginning."""
+        self._beginning: Any = None
+        """The state of the iterable before another one was loaded."""
+
+    def open(self, seed: int, *, epoch: int, position: Mapping[str, Any] | None = None) -> None:
+        """Begin an epoch, or continue from a position in it.
+
+        Args:
+            seed: of the items.
+            epoch: passed to `set_epoch` of the iterable and of its `dataset`, if they have it.
+            position: what `position` has returned.
+        """
+        self._seed, self._mark, number = seed, (0, None), 0
+        if position is not None:
+            number, self._mark = position["number"], (position["at"], position["state"])
+        self._number, state = self._mark
+        if state is not None or self._beginning is not None:
+            self._load(state)
+        for part in (self._items, getattr(self._items, "dataset", None)):
+            if hasattr(part, "set_epoch"):
+                part.set_epoch(epoch)
+        seed_all(seed)
+        is_over = position is not None and position["is_over"]
+        self._iterator = None if is_over else self._begun(number)
+        while self._iterator is not None and self._number < number:
+            if self.next() is END:
+                raise ValueError(
+                    f"expected the {number} items that {type(self._items).__name__} had before, and it has "
+                    f"{self._number}: an iterable must yield the same items in the same order when it is read again"
+                )
+        self._number = number
+
+    def _load(self, state: Any) -> None:
+        if self._beginning is None:
+            self._beginning = copy.deepcopy(self._items.state_dict())
+        self._items.load_state_dict(copy.deepcopy(self._beginning if state is None else state))
+
+    def _begun(self, number: int) -> Iterator[Any]:
+        if self._has_state or not _has_indices(self._items):
+            return iter(self._items)
+        self._number = number
+        return (self._items[index] for index in range(number, len(self._items)))
+
+    def next(self) -> Any:
+        """Return the next item, or `END`."""
+        if self._iterator is None:
+            return END
+        if not isinstance(self._items, Stateful):  # which does so for its own items
+            seed_all(self._seed, self._number)
+        item = next(self._iterator, END)
+        if item is END:
+            self._iterator = None
+        else:
+            self._number += 1
+        return item
+
+    @property
+    def number(self) -> int:
+        """Number of items read since the beginning."""
+        return self._number
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it is known that no item is left."""
+        return self._iterator is None
+
+    def mark(self) -> None:
+        """Note the state of the iterable, so that the items before it need not be read again."""
+        if self._has_state and self._iterator is not None and self._number > self._mark[0]:
+            self._mark = self._number, copy.deepcopy(self._items.state_dict())
+
+    def position(self, back: int = 0) -> dict[str, Any]:
+        """Return the position before the items that were read last.
+
+        Args:
+            back: number of these items, which were read since the last mark.
+        """
+        at, state = self._mark
+        is_over = self._iterator is None and not back
+        return {"number": self._number - back, "at": at, "state": state, "is_over": is_over}
+
+
+def _has_indices(items: Any) -> bool:
+    return hasattr(items, "__getitem__") and hasattr(items, "__len__") and not isinstance(items, Mapping)
+
+
+class Stateful(IterableDataset[Any]):
+    """An iterable over the items of sources, whose state describes its place exactly.
+
+    `state_dict()` describes the place after the item that was yielded last; after `load_state_dict(state)`, `iter()`
+    yields the others of the epoch. Each epoch begins with `iter()`, after `set_epoch(epoch)`. What is drawn in it
+    follows from torch's global generator at its beginning, as in a `DataLoader` that shuffles.
+    """
+
+    def __init__(self, sources: Sequence[Iterable[Any]]) -> None:
+        self._sources = [Source(each) for each in sources]
+        self._epoch = self._seed = self._number = 0
+        """Epoch, its seed, and the number of its items that were yielded."""
+        self._loaded: Mapping[str, Any] | None = None
+        """State from which the next iterator begins."""
+        self._has_begun = False
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the number of the epoch that begins with the next `iter()`, also of the sources."""
+        self._epoch = epoch
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the place after the last item: numbers, and states of the sources."""
+        if self._loaded is not None:
+            return dict(self._loaded)
+        if not self._has_begun:
+            return {"epoch": self._epoch}
+        return {"epoch": self._epoch, "seed": self._seed, "number": self._number, "place": self._place()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Let the next `iter()` continue where `state` was taken."""
+        self._loaded, self._epoch = state, state["epoch"]
+
+    def __iter__(self) -> Iterator[Any]:
+        state, self._loaded = self._loaded or {}, None
+        self._seed = state["seed"] if "seed" in state else int(torch.randint(2**62, ()))
+        self._number = state.get("number", 0)
+        with preserved():
+            self._begin(state.get("place"))
+        self._has_begun = True
+        return self._yielded()
+
+    def _yielded(self) -> Iterator[Any]:
+        while True:
+            with preserved():
+                item = self._next()
+                seed_all(self._seed, self._number, 1)  # for code around it, however far ahead it has read
+            if item is END:
+                return
+            self._number += 1
+            yield item
+
+    @abstractmethod
+    def _begin(self, place: Any) -> None:
+        """Open the sources for the epoch: at a place, or at the beginning for None."""
+
+    @abstractmethod
+    def _next(self) -> Any:
+        """Return the next item, or `END`."""
+
+    @abstractmethod
+    def _place(self) -> Any:
+        """Return the place after the item that was returned last."""
