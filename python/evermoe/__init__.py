@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from evermoe import data as data
     from evermoe import errors as errors
     from evermoe import events as events
     from evermoe import observe as observe
@@ -62,7 +63,7 @@ _HOMES = {
     "replay_routing": "moe.routing",
 }
 """The module of each name."""
-_MODULES = ("errors", "events", "observe", "ops", "optim", "planning", "presets")
+_MODULES = ("data", "errors", "events", "observe", "ops", "optim", "planning", "presets")
 """Public modules besides `integrations`."""
 
 __all__ = [

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from evermoe.data.reader_states import STATE_PERIOD, ReaderState, packed, unpacked
+from evermoe.data.source import check_resumes
 from evermoe.process.seeds import seed_all
 
 OpenReader = Callable[[int, int], Iterable[Any]]
@@ -76,6 +77,9 @@ class Reader:
         epoch: of its samples.
         start: number of the first sample to return.
         state: not after that sample; None to read all samples before it and drop them.
+
+    Raises:
+        UnsupportedState: the state of its iterable does not describe its place.
     """
 
     def __init__(
@@ -92,6 +96,7 @@ class Reader:
         self._read = 0 if state is None else state.number
         seed_all(*self._seeds)
         self._source = settings.open_reader(number, settings.readers)
+        check_resumes(self._source)
         parts: tuple[Any, ...] = (self._source, getattr(self._source, "dataset", None))
         for part in parts:
             if hasattr(part, "set_epoch"):

@@ -42,6 +42,8 @@ class Feed(IterableDataset[Tensor]):
         assert worker is not None
         parts, batch = OwnReaders(self._settings, self._epoch), self._batch
         owned = self._owned[worker.id :: worker.num_workers]
+        # Data sets that divide themselves among worker processes, as those of Hugging Face, would do so to each reader.
+        torch.utils.data._utils.worker._worker_info = None
         while True:
             found = parts.read(owned, batch, lambda number, *_: self._states.get(number))
             # One tensor: each would take a file descriptor. Pickle keeps the classes of samples.

@@ -26,20 +26,44 @@ def check_resumes(items: Any) -> None:
     """Check that the state of an iterable describes its place, as far as that can be seen.
 
     Raises:
-        UnsupportedState: it is a stream of Hugging Face datasets with a shuffle buffer, whose content its state omits.
+        UnsupportedState: the state would lose samples: it is a stream of Hugging Face datasets with a shuffle buffer,
+            or one of which each reader keeps every n-th example, or a `StatefulDataLoader` of data without a state.
     """
-    for part in (items, getattr(items, "dataset", None)):
-        nodes: list[Any] = [getattr(part, "_ex_iterable", None)]
-        for node in nodes:  # which grows
-            if type(node).__name__ == "BufferShuffledExamplesIterable" and node.buffer_size > 1:
-                raise UnsupportedState(
-                    f"the state of this {type(part).__name__} of datasets omits its shuffle buffer of "
-                    f"{node.buffer_size} examples, which would be skipped when a reader moves to another member. Use "
-                    "shuffle(buffer_size=1) to shuffle the shards, and evermoe.data.Shuffled(dataset, buffer_size) for "
-                    "the examples"
-                )
-            nodes += [child for child in (getattr(node, "ex_iterable", None),) if child is not None]
-            nodes += getattr(node, "ex_iterables", None) or []
+    data = getattr(items, "dataset", None)
+    for part in (items, data):
+        if hasattr(part, "_ex_iterable"):
+            _check_stream(part)
+    is_stateless = isinstance(data, IterableDataset) and not _has_state(data)
+    if type(items).__name__ == "StatefulDataLoader" and is_stateless:
+        raise UnsupportedState(
+            "torchdata's StatefulDataLoader counts items twice when it resumes data without a state, and would skip "
+            f"some. Give {type(data).__name__} state_dict() and load_state_dict(), or use torch's DataLoader, which is "
+            "read again from the start of its epoch"
+        )
+
+
+def _check_stream(stream: Any) -> None:
+    """Check a stream of Hugging Face datasets."""
+    split, shards = stream._distributed, stream._ex_iterable.num_shards
+    if split is not None and _reads_all(split, shards):
+        raise UnsupportedState(
+            f"split_dataset_by_node has each of {split.world_size} readers read all {shards} shards and keep every n-th"
+            " example, and such readers share one state. Give it strategy='shards', and at most as many readers as "
+            "shards; dataset.reshard() may make more shards"
+        )
+    nodes = [stream._ex_iterable]
+    for node in nodes:  # which grows
+        if type(node).__name__ == "BufferShuffledExamplesIterable" and node.buffer_size > 1:
+            raise UnsupportedState(
+                f"the state of this {type(stream).__name__} of datasets omits its shuffle buffer of {node.buffer_size} "
+                "examples, which would be skipped when a reader moves to another member. Use shuffle(buffer_size=1) to "
+                "shuffle the shards, and evermoe.data.Shuffled(dataset, buffer_size) for the examples"
+            )
+        nodes += [node.ex_iterable] if hasattr(node, "ex_iterable") else getattr(node, "ex_iterables", [])
+
+
+def _reads_all(split: Any, shards: int) -> bool:
+    return bool(split.strategy == "examples" or (split.strategy == "auto" and shards % split.world_size))
 
 
 class Source:
@@ -58,7 +82,7 @@ class Source:
             raise ValueError(f"expected an iterable of items, got {type(items).__name__}")
         check_resumes(items)
         self._items: Any = items
-        self._has_state = hasattr(items, "state_dict") and hasattr(items, "load_state_dict")
+        self._has_state = _has_state(items)
         self._iterator: Iterator[Any] | None = None
         """None where no item is left."""
         self._seed = self._number = 0
@@ -82,7 +106,8 @@ class Source:
         self._number, state = self._mark
         if state is not None or self._beginning is not None:
             self._load(state)
-        for part in (self._items, getattr(self._items, "dataset", None)):
+        parts: tuple[Any, ...] = (self._items, getattr(self._items, "dataset", None))
+        for part in parts:
             if hasattr(part, "set_epoch"):
                 part.set_epoch(epoch)
         seed_all(seed)
@@ -144,6 +169,10 @@ class Source:
         at, state = self._mark
         is_over = self._iterator is None and not back
         return {"number": self._number - back, "at": at, "state": state, "is_over": is_over}
+
+
+def _has_state(items: Any) -> bool:
+    return hasattr(items, "state_dict") and hasattr(items, "load_state_dict")
 
 
 def _has_indices(items: Any) -> bool:

@@ -89,10 +89,10 @@ def test_split_sequences_are_the_documents_one_after_another(length, pad_id):
     tokens = [token for document in given for token in document]
     firsts = {document[0] for document in given if document}
     found = list(Packed(given, length, pad_id=pad_id))
-    whole, rest = divmod(len(tokens), length)
-    assert len(found) == whole + (pad_id is not None and rest > 0)
+    full, rest = divmod(len(tokens), length)
+    assert len(found) == full + (pad_id is not None and rest > 0)
     packed = torch.cat([each["input_ids"] for each in found]).tolist()
-    assert packed[: whole * length] == tokens[: whole * length]
+    assert packed[: full * length] == tokens[: full * length]
     if pad_id is not None:
         assert packed[len(tokens) :] == [pad_id] * (len(packed) - len(tokens))
     for each in found:

@@ -55,7 +55,7 @@ def check_resuming(make: Callable[[], Iterable[Any]], *, epochs: int = 2, at: It
                 made = opened(make, epoch)
                 begun = [plain(item) for item in islice(made, count)]
                 assert begun == expected[:count]
-                state, taken = state_of(made), count
+                state, taken = state_of(made), len(begun)
                 while True:
                     resumed = opened(make, epoch, state, seed=1000)
                     more = random.Random(taken).randint(1, len(expected) + 1)

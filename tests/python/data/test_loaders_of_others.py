@@ -1,0 +1,178 @@
+"""Readers of the loaders that people use: Hugging Face datasets, torchdata, Megatron's samplers."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+import json
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from datasets.distributed import split_dataset_by_node
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+import evermoe
+from evermoe.data import Mixture, Packed, Shuffled
+from evermoe.errors import UnsupportedState
+from support.resuming import check_resuming
+
+SHARDS, EXAMPLES = 6, 5
+
+
+@pytest.fixture(scope="module")
+def stream(tmp_path_factory):
+    """A stream of shards in JSON lines, which each test copies."""
+    folder = tmp_path_factory.mktemp("shards")
+    for shard in range(SHARDS):
+        lines = [{"text": "ab" * (number % 4 + 1), "id": shard * EXAMPLES + number} for number in range(EXAMPLES)]
+        (folder / f"part-{shard}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    files = [str(folder / f"part-{shard}.jsonl") for shard in range(SHARDS)]
+    return datasets.load_dataset("json", data_files=files, split="train", streaming=True, cache_dir=str(folder))
+
+
+def tokenized(example):
+    return {"input_ids": [list(text.encode()) for text in example["text"]]}
+
+
+PIPELINES = {
+    "plain": lambda stream: stream,
+    "shards shuffled": lambda stream: stream.shuffle(seed=3, buffer_size=1),
+    "map": lambda stream: stream.map(lambda example: {"twice": example["id"] * 2}),
+    "batched map, filter": lambda stream: stream.map(tokenized, batched=True, batch_size=3).filter(
+        lambda example: example["id"] % 3
+    ),
+    "skip, take": lambda stream: stream.skip(3).take(9),
+    "torch format": lambda stream: stream.select_columns(["id"]).with_format("torch"),
+    "interleaved": lambda stream: datasets.interleave_datasets(
+        [stream.filter(lambda example: example["id"] % 2), stream], probabilities=[0.7, 0.3], seed=1
+    ),
+}
+
+
+@pytest.mark.parametrize("pipeline", PIPELINES)
+def test_streams_of_datasets_resume_at_each_example(stream, pipeline):
+    def make():
+        return split_dataset_by_node(PIPELINES[pipeline](copy.deepcopy(stream)), 1, 2, strategy="shards")
+
+    check_resuming(make, at=range(0, 8, 3))
+
+
+def test_readers_have_each_example_once(stream):
+    shuffled = stream.shuffle(seed=1, buffer_size=1)
+    for epoch in range(2):
+        found = []
+        for reader in range(4):
+            part = split_dataset_by_node(shuffled, reader, 4, strategy="shards")
+            part.set_epoch(epoch)
+            found += [example["id"] for example in part]
+        assert sorted(found) == list(range(SHARDS * EXAMPLES))
+
+
+@pytest.mark.parametrize(
+    "around",
+    [
+        lambda stream: stream,
+        lambda stream: stream.map(dict).take(5),
+        StatefulDataLoader,
+        lambda stream: datasets.interleave_datasets([stream, stream]),
+    ],
+)
+def test_a_shuffle_buffer_that_is_in_no_state_is_refused(stream, around):
+    lossy = around(copy.deepcopy(stream).shuffle(buffer_size=10))
+    with pytest.raises(UnsupportedState, match=r"omits its shuffle buffer of 10 examples.*evermoe.data.Shuffled"):
+        Mixture([[], lossy])
+
+
+def test_what_is_made_of_streams_resumes(stream):
+    def make():
+        part = split_dataset_by_node(copy.deepcopy(stream), 0, 2, strategy="shards")
+        return Packed(Shuffled(part.map(tokenized, batched=True), 4), 8)
+
+    (first, second) = check_resuming(make, at=range(0, 8, 3))
+    assert len(first) >= 8 and first != second
+
+
+class Numbers(torch.utils.data.IterableDataset):
+    """Without a state of its own."""
+
+    def __iter__(self):
+        return iter(range(13))
+
+
+@pytest.mark.parametrize("options", [{}, {"batch_size": None}, {"batch_size": 4}], ids=str)
+@pytest.mark.parametrize("kind", ["stream", "map-style"])
+def test_torchdatas_loader_resumes_at_each_item(stream, kind, options):
+    make_dataset = {"stream": lambda: copy.deepcopy(stream), "map-style": lambda: list(range(13))}
+    shuffle = {"shuffle": True} if kind == "map-style" and options.get("batch_size", 1) else {}
+    collate = {"collate_fn": lambda items: items}
+
+    def make():
+        generator = torch.Generator().manual_seed(0)
+        return StatefulDataLoader(make_dataset[kind](), generator=generator, **options, **shuffle, **collate)
+
+    (found,) = check_resuming(make, epochs=1, at=range(0, 4))
+    check_resuming(lambda: Shuffled(make(), 3), epochs=1, at=range(0, 4, 2))
+    assert found
+
+
+def test_torchdatas_loader_of_data_without_a_state_is_refused():
+    loader = StatefulDataLoader(Numbers(), batch_size=4, collate_fn=list)
+    iterator = iter(loader)
+    next(iterator)
+    resumed = StatefulDataLoader(Numbers(), batch_size=4, collate_fn=list)
+    resumed.load_state_dict(loader.state_dict())
+    next(iter(resumed))
+    assert resumed.state_dict()["_num_yielded"] == 3, "torchdata counts right now: allow such loaders"
+    with pytest.raises(UnsupportedState, match="Give Numbers state_dict"):
+        Shuffled(loader, 3)
+
+
+def test_a_stream_of_which_each_reader_reads_all_is_refused(stream):
+    for readers, strategy in ((4, "auto"), (3, "examples")):
+        with pytest.raises(UnsupportedState, match=rf"each of {readers} readers read all 6 shards.*strategy='shards'"):
+            Shuffled(split_dataset_by_node(stream, 0, readers, strategy=strategy), 3)
+    Shuffled(split_dataset_by_node(stream, 0, 3), 3)
+
+
+def open_reader(reader, readers, stream):
+    return split_dataset_by_node(stream, reader, readers, strategy="shards").select_columns(["id"])
+
+
+@pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.full)])
+def test_elastic_readers_read_each_example_once(stream, num_workers):
+    data = evermoe.ElasticReaders(
+        functools.partial(open_reader, stream=stream), readers=4, batch_size=8, num_workers=num_workers
+    )
+    found = []
+    while not data.epoch:
+        found += data.share(0, 1).batch["id"].tolist()
+        data.advance()
+    assert sorted(found) == list(range(SHARDS * EXAMPLES))
+
+
+def test_elastic_readers_refuse_what_loses_samples(stream):
+    lossy = stream.shuffle(buffer_size=10)
+    data = evermoe.ElasticReaders(functools.partial(open_reader, stream=lossy), readers=4, batch_size=8)
+    with pytest.raises(UnsupportedState, match="shuffle buffer of 10"):
+        data.share(0, 1)
+
+
+def test_mixtures_are_those_of_datasets_from_the_same_draws(monkeypatch):
+    from datasets.iterable_dataset import RandomlyCyclingMultiSourcesExamplesIterable as Theirs
+
+    for strategy, seed in itertools.product(["first_exhausted", "all_exhausted"], range(8)):
+        draw = np.random.default_rng(seed)
+        sources = [[{"id": f"{name}{number}"} for number in range(draw.integers(1, 7))] for name in "abc"]
+        torch.manual_seed(seed)
+        ours = [example["id"] for example in Mixture(sources, weights=[5, 3, 2], stopping_strategy=strategy)]
+        draws = ["abc".index(each[0]) for each in ours]
+        monkeypatch.setattr(Theirs, "_get_indices_iterator", lambda self, draws=draws: iter([*draws, *[0, 1, 2] * 9]))
+        streams = [datasets.Dataset.from_list(source).to_iterable_dataset() for source in sources]
+        theirs = datasets.interleave_datasets(
+            streams, probabilities=[0.5, 0.3, 0.2], seed=0, stopping_strategy=strategy
+        )
+        expected = [example["id"] for example in theirs]
+        assert ours[: len(expected)] == expected, "theirs ends as soon as the last item of a source has been drawn"
