@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from evermoe.data.source import END, Source, Stateful
+from evermoe.data.stateful import END, Source, Stateful
 from evermoe.options import checked
 
 StoppingStrategy = Literal["first_exhausted", "all_exhausted", "all_exhausted_without_replacement"]

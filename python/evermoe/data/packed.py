@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from evermoe.data.source import END, Stateful
+from evermoe.data.stateful import END, Stateful
 from evermoe.options import checked
 
 IGNORED = -100

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from evermoe.data.reader_states import STATE_PERIOD, ReaderState, packed, unpacked
-from evermoe.data.source import check_resumes
+from evermoe.data.stateful import check_resumes
 from evermoe.process.seeds import seed_all
 
 OpenReader = Callable[[int, int], Iterable[Any]]

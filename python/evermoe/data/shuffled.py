@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from evermoe.data.source import END, Stateful
+from evermoe.data.stateful import END, Stateful
 from evermoe.options import checked
 
 
