@@ -144,6 +144,9 @@ def _headline(job: str, views: Sequence[MemberView]) -> str:
     parts = [
         f"[bold]{escape(job) or 'no job yet'}[/]",
         "" if newest.step is None else f"step {newest.step:,}",
+        "" if newest.epoch is None else f"epoch {newest.epoch:.3g}",
+        "" if newest.samples is None else f"{newest.samples:,} samples",
+        "" if newest.tokens is None else f"{newest.tokens:,} tokens",
         "" if newest.loss is None else f"loss {newest.loss:.4g}",
         "" if newest.members is None else f"{count(newest.members, 'member')} training",
         "" if newest.generation is None else f"generation {newest.generation}",

@@ -54,6 +54,8 @@ class Ballot(NamedTuple):
     """Part of the global batch that the member's data does not have."""
     remaining: float = 0.0
     """Readers of the member that have more samples in this epoch."""
+    samples: float = 0.0
+    """Samples of the global batch that the member has computed."""
     divided: float = 0.0
     """1 from a training member that has already divided the sums of the gradients, for `on_gradients`."""
     steps_own: float = 0.0

@@ -116,6 +116,14 @@ class ElasticLoader:
         if self.states is not None:
             self.states.batch += 1
 
+    @property
+    def epoch(self) -> float:
+        """Epochs consumed: 1.25 after a quarter of the second one. Without a length of the loader, complete epochs."""
+        try:
+            return self._epoch + min(1.0, self._taken / len(self._loader))  # type: ignore[arg-type]
+        except (TypeError, NotImplementedError, ZeroDivisionError):
+            return float(self._epoch)
+
     def settings(self) -> dict[str, Any]:
         """Return the settings that must be the same on all members of a job."""
         found = {"loader": type(self._loader).__name__, "loader_seed": self._seed}

@@ -205,6 +205,12 @@ class ElasticSampler:
         names = ("num_samples", "batch_size", "shuffle", "seed")
         return {name: getattr(self, name) for name in names}
 
+    @property
+    def epoch(self) -> float:
+        """Epochs consumed: 1.25 after a quarter of the second one."""
+        order = self._order_at(self.consumed)
+        return order.epoch + (order.start + self.consumed - order.begin) / order.num_samples
+
     def _order(self, epoch: int, begin: int = 0) -> _Order:
         return _Order(epoch, self.num_samples, self.shuffle, self.seed, begin)
 

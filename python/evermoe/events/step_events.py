@@ -90,6 +90,12 @@ class Commit(Event):
     """Number of the membership that took the step: it grows at each change."""
     grad_norm: float = math.nan
     """Norm of the mean loss's gradient over all parameters, before `on_gradients` and `max_grad_norm`."""
+    samples: int = 0
+    """Samples that the job has consumed with this step, of all members; 0 in a pipeline and on a replica node."""
+    tokens: int = 0
+    """Terms of the losses so far, as `count` of `step.backward` gives them; 0 without counts, as for `samples`."""
+    epoch: float = math.nan
+    """Epochs consumed with this step; NaN where the sampler has no attribute `epoch`, as for `samples`."""
 
 
 @dataclass(frozen=True)

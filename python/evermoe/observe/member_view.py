@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from collections import defaultdict
@@ -51,6 +52,11 @@ class MemberView:
     step: int | None = None
     """Steps that no failure which the preset covers can undo."""
     loss: float | None = None
+    samples: int | None = None
+    """Samples that the job has consumed; None if it does not say."""
+    tokens: int | None = None
+    """Tokens that the script has counted so far; None if it counts none."""
+    epoch: float | None = None
     members: int | None = None
     step_seconds: float | None = None
     """Mean seconds of the latest steps."""
@@ -124,6 +130,9 @@ def view_of(source: str, families: Iterable[Metric]) -> MemberView:
         state=next((state for state, is_on in states.items() if is_on), ""),
         step=integer(number("step", has_recovered)),
         loss=number("loss", has_stepped),
+        samples=integer(values.get("samples") or None),
+        tokens=integer(values.get("counted_tokens") or None),
+        epoch=None if math.isnan(values.get("epoch", math.nan)) else number("epoch", has_stepped),
         members=integer(number("members", has_recovered)),
         step_seconds=number("recent_step_seconds", has_stepped),
         data_fraction=number("recent_data_fraction", has_stepped),

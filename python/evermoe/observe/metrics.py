@@ -51,6 +51,9 @@ METRICS = (
     _Metric("Gauge", "step", "Steps taken that no failure which the preset covers can undo"),
     _Metric("Gauge", "loss", "Mean loss of the last committed step"),
     _Metric("Gauge", "grad_norm", "Norm of its gradient over the complete model, before clipping"),
+    _Metric("Gauge", "samples", "Samples that the job has consumed with it"),
+    _Metric("Gauge", "counted_tokens", "Tokens that the script has counted so far, with step.backward(count=...)"),
+    _Metric("Gauge", "epoch", "Epochs that the job has consumed"),
     _Metric("Gauge", "members", "Members that train"),
     _Metric("Histogram", "step_seconds", "Seconds from the end of the previous step to the end of a step"),
     _Metric("Gauge", "recent_step_seconds", f"Mean of the latest {RECENT_STEPS} steps"),
@@ -97,6 +100,9 @@ class Metrics:
     | `evermoe_step` | gauge | steps taken that no failure which the preset covers can undo |
     | `evermoe_loss` | gauge | mean loss of the last of them |
     | `evermoe_grad_norm` | gauge | norm of its gradient over the complete model, before clipping |
+    | `evermoe_samples` | gauge | samples that the job has consumed with it |
+    | `evermoe_counted_tokens` | gauge | tokens that the script has counted so far, with `step.backward(count=…)` |
+    | `evermoe_epoch` | gauge | epochs that the job has consumed: 1.25 after a quarter of the second one |
     | `evermoe_members` | gauge | members that train |
     | `evermoe_step_seconds` | histogram | seconds from the end of a step, or of a recovery, to that of the next step |
     | `evermoe_recent_step_seconds` | gauge | mean of the latest 16 steps |
@@ -191,6 +197,9 @@ class Metrics:
         self._of["step"].set(event.step + 1)
         self._of["loss"].set(event.loss)
         self._of["grad_norm"].set(event.grad_norm)
+        self._of["samples"].set(event.samples)
+        self._of["counted_tokens"].set(event.tokens)
+        self._of["epoch"].set(event.epoch)
 
     def _note_measured(self, event: Measured) -> None:
         self._recent.append(event)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import weakref
 from collections.abc import Callable
@@ -29,6 +30,7 @@ class TensorBoard:
     | curve | over | what |
     |---|---|---|
     | `loss`, `grad_norm`, `members` | steps committed | of `Commit` |
+    | `progress/samples`, `progress/tokens`, `progress/epoch` | steps committed | of `Commit`, where known |
     | `step/seconds`, `step/data_seconds`, `step/tokens_per_second` | steps taken | of `Measured` |
     | `load/imbalance`, `load/expert_imbalance` | steps taken | of `Measured` |
     | `copies/plt_at_risk`, `copies/starvation` | steps taken | of `Measured` |
@@ -59,7 +61,7 @@ class TensorBoard:
         self._end = weakref.finalize(self, _close, self._writer)
         """Closes the file at the end of the process at the latest."""
         self._notes: dict[type[Event], Callable[[Any], dict[str, float]]] = {
-            Commit: lambda event: {"loss": event.loss, "grad_norm": event.grad_norm, "members": event.members},
+            Commit: _note_commit,
             Measured: self._note_measured,
             CoverageChanged: _note_covered,
             Recovered: self._note_recovered,
@@ -123,6 +125,12 @@ class TensorBoard:
             "recovery/tokens_lost": sum(event.lost_tokens.values()),
             "recovery/fetched_bytes": event.fetched_bytes,
         }
+
+
+def _note_commit(event: Commit) -> dict[str, float]:
+    found = {"loss": event.loss, "grad_norm": event.grad_norm, "members": event.members}
+    progress = {"samples": event.samples, "tokens": event.tokens, "epoch": event.epoch}
+    return found | {f"progress/{name}": value for name, value in progress.items() if value and not math.isnan(value)}
 
 
 def _note_covered(event: CoverageChanged) -> dict[str, float]:

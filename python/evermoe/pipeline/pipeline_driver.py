@@ -19,6 +19,7 @@ from evermoe.process.seeds import seeded
 from evermoe.session import gradients
 from evermoe.session.commands import Event
 from evermoe.session.script_guard import ScriptGuard
+from evermoe.session.step_results import StepResults
 from evermoe.state import loop_state
 from evermoe.state.version import step_of
 
@@ -140,7 +141,7 @@ class PipelineDriver(PipelineRecovery):
                 self.localised.log.release_before(self.copies.version)
                 self.history.committed = max(self.history.committed, step_of(self.copies.version))
         sums, self._version = _of_mean(sums), after
-        self.loss, self.grad_norm = sums.mean_loss, sums.norm
+        self.results = StepResults(sums.mean_loss, sums.norm)
         if sums.stopping:
             self.stopped = step_of(after)
         if not is_recalled:
@@ -189,7 +190,7 @@ class PipelineDriver(PipelineRecovery):
             self.skipped += 1
             self._state.expert_load.forget_step()
         self._loss_scale.update(has_overflowed=not sums.is_finite)
-        loop_state.advance(self._loop.scheduler, self.loss)
+        loop_state.advance(self._loop.scheduler, self.results.loss)
         self._state.loop.store(loop_state.collect(self._loop))
 
     def pace(self, step: int) -> None:

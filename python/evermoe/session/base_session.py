@@ -43,12 +43,12 @@ class BaseSession:
 
         In a `Session` also right after a resume.
         """
-        return self._driver.loss
+        return self._driver.results.loss
 
     @property
     def grad_norm(self) -> float:
         """Norm of the latest step's gradient over all parameters, before changes and clipping; NaN before a step."""
-        return self._driver.grad_norm
+        return self._driver.results.grad_norm
 
     @property
     def learning_rate(self) -> float:

@@ -36,6 +36,30 @@ class BetweenSteps(BaseSession):
         """
         return self._config.membership.trains and self.group.rank == 0
 
+    @property
+    def samples(self) -> int:
+        """Samples that the job has consumed, of all members together; also right after a resume. 0 on a replica node.
+
+        Samples of steps whose update was left out count, those of repeated steps once.
+        """
+        return self._driver.results.samples
+
+    @property
+    def tokens(self) -> int:
+        """Terms of the losses so far, of all members: sums of `count` in `step.backward(loss, count=…)`.
+
+        They are the tokens without padding, if that is what the script counts. 0 where it gives no counts.
+        """
+        return self._driver.results.tokens
+
+    @property
+    def epoch(self) -> float:
+        """Epochs that the job has consumed, such as 1.25 for a quarter of the second one.
+
+        In one of unknown length it stays at the number of complete ones. NaN if the sampler has no attribute `epoch`.
+        """
+        return self._driver.epoch
+
     def evaluate(self, data: Any, fn: Callable[[Any], Mapping[str, float | Tensor]]) -> dict[str, float]:
         """Evaluate on all members that train, each on a part of the data; again after a loss.
 

@@ -44,7 +44,9 @@ class ReducedGradients:
         has_finite = buckets.are_finite
         rank, scale = self._group.rank, self._script.loss_scale.value
         mine = gradients.ballot_of(step.loss, step.count, has_finite, squares.norms, squares.value, rank, scale)
-        return mine._replace(missing=step.share.missing, remaining=float(step.share.remaining))
+        share = step.share
+        samples = float(len(share.indices) if share.weight else 0)
+        return mine._replace(samples=samples, missing=share.missing, remaining=float(share.remaining))
 
     def change(self, on_gradients: Callable[[StepGradients], object], step: Step, buckets: Buckets) -> Ballot:
         """Divide the reduced gradients and let the script change them, unless the step cannot count; collective.

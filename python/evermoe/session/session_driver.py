@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,11 @@ class SessionDriver(RecoveryDriver):
         self._emit(Begin(step.number))
         if self._config.seed is not None:
             self._random.enter_context(seeded(self._config.seed, step.number, self._group.rank))
+
+    @property
+    def epoch(self) -> float:
+        """Epochs that the sampler has consumed; NaN if it does not say, and on a replica node."""
+        return float(getattr(self._script.sampler, "epoch", math.nan)) if self._trains else math.nan
 
     def resume(self, version: int) -> None:
         """End a recovery, after which steps are measured again."""
@@ -220,7 +226,9 @@ class SessionDriver(RecoveryDriver):
         self.loader.end_step(step_of(before), data_seconds, self._measures.emit(step_of(before), data_seconds))
 
     def _update(self, version: int, sums: Ballot) -> None:
-        self.loss, self.grad_norm, self._version = sums.mean_loss, sums.norm, version
+        self.results, self._version = self.results.after(sums), version
+        if not self._trains:
+            self.results = self.results._replace(samples=0, tokens=0)  # of steps before it joined it knows none
         if sums.stopping:
             self.evaluations.stopped = self._step
         self.evaluations.step_taken()
@@ -242,7 +250,7 @@ class SessionDriver(RecoveryDriver):
                 report_load(self._state.layers.values())
                 self._state.expert_load.add_step()
             self._script.loss_scale.update(has_overflowed=clip is None)
-            loop_state.advance(self._script.scheduler, self.loss)
+            loop_state.advance(self._script.scheduler, self.results.loss)
             self._data.advance(sums)
             self._save_progress()
         arrived = self._protection.first.version
@@ -271,7 +279,7 @@ class SessionDriver(RecoveryDriver):
         # The state of many loaders is that before their next batch, which they read here.
         with self.loader.reading(self._step):
             progress = loop_state.collect(self._script.loop)
-        self._state.loop.store(progress | {"loss": self.loss, "grad_norm": self.grad_norm})
+        self._state.loop.store(progress | self.results._asdict())
 
     # ---- checkpoints and the end
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -33,6 +32,7 @@ from evermoe.session.saving import Saving
 from evermoe.session.session_config import SessionConfig
 from evermoe.session.standby import Standby
 from evermoe.session.step_calls import StepCalls
+from evermoe.session.step_results import StepResults
 from evermoe.session.substitute_weights import SubstituteWeights
 from evermoe.session.training_driver import TrainingDriver
 from evermoe.session.training_inputs import TrainingInputs
@@ -204,7 +204,7 @@ class RecoveryDriver(TrainingDriver):
             return {"event": "unrecoverable"}
         if self._trains:
             progress: dict[str, Any] = self._state.loop.load()
-            self.loss, self.grad_norm = (progress.pop(name, math.nan) for name in ("loss", "grad_norm"))
+            self.results = StepResults.taken_from(progress)
             reached = history.outcome.version
             continues = history.before == reached
             self._loop.restore(progress, step_of(reached), is_new=not established, continues=continues)

@@ -23,6 +23,7 @@ from evermoe.session import gradients
 from evermoe.session.commands import Driver
 from evermoe.session.lost_members import LostMembers
 from evermoe.session.same_run import Claimed, SameRun
+from evermoe.session.step_results import StepResults
 from evermoe.state.version import generation_of, step_of
 
 
@@ -53,10 +54,8 @@ class TrainingDriver(Driver):
         self.lost = LostMembers(membership, joining.on_lost, members, emit)
         """Lost members, and the callers that ask for replacements."""
         self.run = SameRun(membership, joining.hang_timeout, claims)
-        self.loss = math.nan
-        """Mean loss of the global batch of the state's latest step."""
-        self.grad_norm = math.nan
-        """Norm of that step's gradient, before anything has changed or clipped it."""
+        self.results = StepResults()
+        """Of the state's latest step."""
         self.taken = 0
         """Number of votes that this member has seen pass."""
         self.skipped = 0
@@ -75,6 +74,11 @@ class TrainingDriver(Driver):
     def _step(self) -> int:
         """Steps that the state has taken."""
         return step_of(self._version)
+
+    @property
+    def epoch(self) -> float:
+        """Epochs consumed; NaN if unknown."""
+        return math.nan
 
     # ---- membership
 
@@ -149,7 +153,8 @@ class TrainingDriver(Driver):
     def note_commit(self, before: int, after: int, members: int) -> None:
         """Keep the report of a step until it is committed."""
         step, generation = step_of(before), generation_of(after)
-        self.history.note_step(Commit(step, self.loss, members, generation, self.grad_norm))
+        loss, grad_norm, samples, tokens = self.results
+        self.history.note_step(Commit(step, loss, members, generation, grad_norm, samples, tokens, self.epoch))
 
     def commit(self, step: int) -> None:
         """Report a step that no failure covered by the preset can undo."""

@@ -94,7 +94,7 @@ def test_the_table_of_curves_names_all(tmp_path):
         Skipped(8, None),
         Damaged("u", 8, "a bit"),
         SlowLoader(8, "a-1", "ElasticLoader", 0.5, 0.6, "slow"),
-        Commit(7, 1.0, 3, 2, 2.5),
+        Commit(7, 1.0, 3, 2, 2.5, 96, 768, 1.25),
     ):
         listener(event)
     listener.close()

@@ -46,8 +46,8 @@ def member(listener, rank, node="n", generation=4):
         Joined("moe", f"{node}-1", node, rank, "train", generation, ["l", "m", "n"]),
         CoverageChanged(1.0, 0.5, {"l + m": 2}, is_complete=True),
         RECOVERED,
-        Measured(7, 0.5, 4000, 1.25, 2.5, {"snapshot": 1, "checkpoint": 3}, {"snapshot": 3_000_000}, 0, 0.0125, 4),
-        Commit(7, 0.125, 3, generation, 2.5),
+        Measured(7, 0.5, 4000, 1.25, 2.5, {"snapshot": 1, "checkpoint": 3}, {"snapshot": 3_000_000}, 0, 0.0125, 4, 0.2),
+        Commit(7, 0.125, 3, generation, 2.5, 4096, 32_000, 1.25),
     ):
         listener(event)
     return listener
@@ -74,7 +74,8 @@ def test_members_by_rank_and_what_holds_of_all(capsys, wide):
     slow(Phase("verify"))
     code, out, _ = top(capsys, f"127.0.0.1:{ports[0]}", ports[1], ports[2], "--once")
     assert code == 0
-    assert "moe · step 8 · loss 0.125 · 3 members training · generation 4 · 500 ms a step · 8,000 tokens/s" in out
+    assert "moe · step 8 · epoch 1.25 · 4,096 samples · 32,000 tokens · loss 0.125" in out
+    assert "3 members training · generation 4 · 500 ms a step · 8,000 tokens/s" in out
     assert "imbalance of members 1.25 · of experts 2.50 · tokens at risk 1.25%" in out
     rows = [line for line in out.splitlines() if line.startswith("│")]
     assert [re.search(r"\w+:\d+", row)[0] for row in rows] == [
@@ -83,7 +84,7 @@ def test_members_by_rank_and_what_holds_of_all(capsys, wide):
         f"localhost:{ports[2]}",
     ]
     assert "recovers: verify" in rows[0]
-    assert "checkpoint 3, snapshot 1" in rows[1]
+    assert "checkpoint 3, snapshot 1" in rows[1] and "40%" in rows[1]
     assert "snapshot 3 MB" in rows[1]
     assert "no answer: Connection refused" in rows[2]
     assert "a node is lost: survived with probability 0.5; two at once: 0; copies are missing and in progress" in out
@@ -123,6 +124,7 @@ def test_json_has_all_that_a_member_says(capsys):
     assert (found["survives_one"], found["survives_two"], found["is_covered"]) == (1.0, 0.5, True)
     assert found["fatal"] == {"l + m": 2}
     assert found["checkpoint_step"] is None
+    assert (found["epoch"], found["samples"], found["tokens"], found["data_fraction"]) == (1.25, 4096, 32_000, 0.4)
 
 
 def test_a_member_that_has_just_started_says_little(capsys, wide):

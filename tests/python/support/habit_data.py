@@ -118,3 +118,16 @@ def batches_of_readers():
                     if place < READER_SIZES[reader]
                 ]
             )
+
+
+class Overflow(torch.autograd.Function):
+    """The same loss, whose gradient is infinite where it is larger than about 2**18.5."""
+
+    @staticmethod
+    def forward(ctx, x, factor):
+        ctx.factor = factor
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * ctx.factor / ctx.factor, None

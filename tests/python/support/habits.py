@@ -22,7 +22,7 @@ import evermoe
 from evermoe.moe.layer import update_balance
 from support import habit_data
 from support.flat_options import grouped
-from support.habit_data import DATA, SAMPLES, VOCABULARY
+from support.habit_data import DATA, SAMPLES, VOCABULARY, Overflow
 
 WIDTH = 8
 STEPS, DIES_IN = 8, 4
@@ -168,19 +168,6 @@ def replayed(model, tokens):
 def autocast(model, tokens):
     with torch.autocast("cpu", torch.bfloat16):
         return mean_loss(model, tokens)
-
-
-class Overflow(torch.autograd.Function):
-    """The same loss, whose gradient is infinite where it is larger than about 2**18.5."""
-
-    @staticmethod
-    def forward(ctx, x, factor):
-        ctx.factor = factor
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient * ctx.factor / ctx.factor, None
 
 
 def large_gradients(model, tokens):
@@ -406,7 +393,7 @@ def plain(name: str) -> list[dict[str, float]]:
     if habit.ema is not None:
         multi = torch.optim.swa_utils.get_ema_multi_avg_fn(habit.ema)
         average = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=multi)
-    found = []
+    found, samples, counted = [], 0, 0
     for tokens in itertools.islice(batches(habit, optimizers), STEPS):
         for optimizer in optimizers:
             optimizer.zero_grad()
@@ -426,7 +413,11 @@ def plain(name: str) -> list[dict[str, float]]:
             scaler.update()
         for scheduler in schedulers:
             scheduler.step(*[loss.item()] * isinstance(scheduler, lr_scheduler.ReduceLROnPlateau))
-        found.append({"loss": loss.item(), **rates(optimizers)})
+        samples, counted = (
+            samples + len(tokens),
+            counted + (habit.loss is padded) * (targets_of(tokens) >= 0).sum().item(),
+        )
+        found.append({"loss": loss.item(), "samples": samples, "tokens": counted, **rates(optimizers)})
         if scaler is not None:
             found[-1]["scale"] = scaler.get_scale()
         if average is not None:
@@ -477,7 +468,8 @@ def elastic(write: Callable[..., None], name: str, node: str, options: dict[str,
             if ema is not None:
                 with ema.applied(), session.evaluation():
                     more["average"] = mean_loss(model, DATA[:6]).item()
-            write("commit", step=step.number, loss=session.loss, **more)
+            more |= {"loss": session.loss, "samples": session.samples, "tokens": session.tokens}
+            write("commit", step=step.number, **more)
 
 
 def run(script: Callable[..., None], folder: str, name: str, *arguments: Any) -> None:

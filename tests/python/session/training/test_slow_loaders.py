@@ -11,8 +11,8 @@ import evermoe
 from evermoe.events import Measured, SlowLoader
 from evermoe.observe import Metrics
 from evermoe.session.loader_watch import RECENT_STEPS
-from support.habit_data import DATA, OwnSampler
-from support.habits import Model, adamw, mean_loss
+from support.habit_data import OwnSampler
+from support.habits import DATA, Model, adamw, mean_loss
 
 DELAY = 0.05
 """Of a slow read: longer than a step, so that it takes at least a quarter of it also on a busy machine."""
