@@ -44,7 +44,8 @@ class SafetensorsFiles:
         """Return the file of each key."""
         if (self.folder / INDEX).is_file():
             try:
-                found = json.loads(read_plain(self.folder / INDEX, INDEX_BYTES))["weight_map"]
+                place = (self.folder / INDEX).resolve()  # the cache of the Hub has links to its files
+                found = json.loads(read_plain(place, INDEX_BYTES))["weight_map"]
                 return {str(key): str(file) for key, file in found.items()}
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise CorruptCopy(f"{self.folder / INDEX} is not an index of safetensors files: {error}") from None

@@ -1,6 +1,7 @@
 """Weights of transformers' folders, read unit by unit and written: the same as by `from_pretrained`, with its keys."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -51,6 +52,16 @@ def test_units_of_a_folder_and_back(tmp_path, name, monkeypatch):
     torch.testing.assert_close(again.state_dict(), expected.state_dict(), rtol=0, atol=0)
     with pytest.raises(OSError, match="expected an empty folder"):
         export(source, model, tmp_path / "out")
+
+
+def test_a_folder_in_the_cache_of_the_hub_has_links_to_its_files(tmp_path):
+    build("qwen3").save_pretrained(tmp_path / "blobs", max_shard_size="40KB")
+    (tmp_path / "snapshot").mkdir()
+    for file in (tmp_path / "blobs").iterdir():
+        (tmp_path / "snapshot" / file.name).symlink_to(Path("..", "blobs", file.name))
+    model, source = from_pretrained(tmp_path / "snapshot")
+    export(source, model, tmp_path / "out")
+    torch.testing.assert_close(keys(tmp_path / "out"), keys(tmp_path / "blobs"), rtol=0, atol=0)
 
 
 def test_quantised_weights_are_refused(tmp_path):

@@ -50,7 +50,8 @@ SCALES = ("_scales", "_scale_inv", "activation_scale")
 
 def read_fields(folder: Path) -> dict[str, Any]:
     """Return the fields of a folder's config.json; empty if it has none."""
-    found = json.loads(read_plain(folder / CONFIG, CONFIG_BYTES)) if (folder / CONFIG).is_file() else {}
+    place = (folder / CONFIG).resolve()  # the cache of the Hub has links to its files
+    found = json.loads(read_plain(place, CONFIG_BYTES)) if place.is_file() else {}
     return found if isinstance(found, dict) else {}
 
 
