@@ -1,6 +1,7 @@
 """Peak memory of workers at the start, in steps and in a recovery, compared with `evermoe plan --model`.
 
-    python benches/bench_memory.py [--settings none auto gemini] [--dense replicated sharded] [--json PATH]
+    python benches/bench_memory.py [--settings none auto gemini] [--dense replicated sharded]
+                                   [--train all dense adapters] [--json PATH]
 
 The workers are real processes on one machine, one of which is killed mid-step. A peak is the largest PSS of a worker's
 process, less that of a process that has only imported torch. It excludes shared memory, which is measured by the files
@@ -8,11 +9,16 @@ of the copies. The largest peak of the workers is compared with the planner's.
 
 `none` keeps no copies: instead each expert trains on two workers, which have twice the slots. With a sharded optimizer,
 dense modules then have no second owner, so that no worker is killed.
+
+`--train dense` freezes experts. `--train adapters` freezes a Qwen3-MoE of transformers and trains LoRA's adapters of
+attention and experts; the process whose memory is subtracted has imported transformers, peft and evermoe, too, so that
+the plan is compared without `LIBRARY_BYTES`.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import re
@@ -30,7 +36,7 @@ from torch import nn
 import evermoe
 from bench_start import Model, Watch
 from evermoe.events import Begin, ConnectionLost, CoverageChanged, Event
-from evermoe.planning.footprint import PHASES, footprint
+from evermoe.planning.footprint import LIBRARY_BYTES, PHASES, footprint
 from evermoe.planning.seating import FootprintOptions
 from evermoe.presets import BY_NAME, ReplayedCopies
 from evermoe.state.model_shape import shape_of
@@ -41,10 +47,52 @@ SETTINGS = {
     "auto": {"preset": "auto", "copies": 2, "replicas": 1},
     "gemini": {"preset": "gemini", "copies": 2, "replicas": 1},
 }
+TRAINED = ("all", "dense", "adapters")
+RANK = 16
+"""Of adapters."""
 
 
-def model_of(options: argparse.Namespace) -> Model:
-    return Model(*(getattr(options, name) for name in SIZES))
+def model_of(options: argparse.Namespace, train: str) -> nn.Module:
+    sizes = [getattr(options, name) for name in SIZES]
+    if train == "adapters":
+        return adapted(*sizes)
+    model = Model(*sizes)
+    for block in model.blocks if train == "dense" else ():
+        block.experts.requires_grad_(False)
+    return model
+
+
+def adapted(layers: int, hidden: int, intermediate: int, experts: int, vocabulary: int) -> nn.Module:
+    """Return a Qwen3-MoE of transformers with adapters of attention and experts."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+
+    from evermoe.integrations.transformers import make_elastic
+
+    config = Qwen3MoeConfig(
+        vocab_size=vocabulary,
+        hidden_size=hidden,
+        moe_intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_experts=experts,
+        num_experts_per_tok=2,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=hidden // 8,
+    )
+    lora = LoraConfig(
+        r=RANK,
+        target_modules=["q_proj", "k_proj", "v_proj", "o_proj"],
+        target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+    )
+    return make_elastic(get_peft_model(AutoModelForCausalLM.from_config(config), lora))
+
+
+def loss_of(model: nn.Module, tokens: torch.Tensor, train: str) -> torch.Tensor:
+    if train == "adapters":
+        loss: torch.Tensor = model(input_ids=tokens, labels=tokens).loss
+        return loss
+    return nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
 
 
 def session_options(options: argparse.Namespace, name: str, dense: str) -> dict[str, Any]:
@@ -86,7 +134,9 @@ def has_recovery(name: str, dense: str) -> bool:
 def work(options: argparse.Namespace) -> None:
     """Train one worker, which is killed or recovers, and print its measurements."""
     torch.set_num_threads(1)
-    watch = Watch("start", options.empty)
+    with evermoe.deferred():
+        model = model_of(options, options.as_trained)
+    watch = Watch("start", options.empty)  # without the experts that transformers and peft have made
 
     def listen(event: Event) -> None:
         if isinstance(event, ConnectionLost):
@@ -96,9 +146,7 @@ def work(options: argparse.Namespace) -> None:
         elif isinstance(event, CoverageChanged) and event.is_complete and watch.phase == "recovery":
             watch.begin("after")  # by now the copies exist that are made during the repeated step
 
-    with evermoe.deferred():
-        model = model_of(options)
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], fused=True)
     sampler = evermoe.ElasticSampler(64, batch_size=12)
     session = evermoe.Session(
         model, optimizer, sampler, on_event=listen, **session_arguments(options, options.setting, options.as_dense)
@@ -107,10 +155,10 @@ def work(options: argparse.Namespace) -> None:
     arenas = 0
     for step in session.steps(options.steps):
         own = list(session._store.directory.glob(f"*{session._membership.id}.arena"))
-        arenas = arenas or sum(path.stat().st_blocks * 512 for path in own)
+        if session.group.size == options.workers:
+            arenas = max(arenas, sum(path.stat().st_blocks * 512 for path in own))
         with step:
-            tokens = data[step.indices]
-            step.backward(nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()))
+            step.backward(loss_of(model, data[step.indices], options.as_trained))
             is_last = session.group.rank == session.group.size - 1
             if step.number == options.kill_at and session.group.size == options.workers and is_last:
                 report(watch, arenas)
@@ -126,9 +174,10 @@ def report(watch: Watch, arenas: int) -> None:
 
 
 @contextmanager
-def empty_process() -> Iterator[int]:
-    """Yield the id of a process that has only imported torch."""
-    code = "import sys, torch; print(flush=True); sys.stdin.read()"
+def empty_process(train: str) -> Iterator[int]:
+    """Yield the id of a process that has only imported torch, or what adapters need."""
+    imports = "peft, bench_memory, transformers.models.qwen3_moe.modeling_qwen3_moe" if train == "adapters" else "torch"
+    code = f"import sys, {imports}; print(flush=True); sys.stdin.read()"
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         process.stdout.readline()
@@ -136,12 +185,18 @@ def empty_process() -> Iterator[int]:
         process.communicate()
 
 
-def run(options: argparse.Namespace, setting: str, dense: str) -> dict[str, int]:
+def run(options: argparse.Namespace, train: str, setting: str, dense: str) -> dict[str, int]:
     """Return the largest peak of all workers by phase."""
     own = [f"--{name.replace('_', '-')}={getattr(options, name)}" for name in (*SIZES, "workers", "steps", "log_mib")]
-    with empty_process() as empty:
+    with empty_process(train) as empty:
         job = ["--workers", str(options.workers), "--job", f"bench-memory-{os.getpid()}"]
-        worker = ["--worker", f"--empty={empty}", f"--setting={setting}", f"--as-dense={dense}"]
+        worker = [
+            "--worker",
+            f"--empty={empty}",
+            f"--setting={setting}",
+            f"--as-dense={dense}",
+            f"--as-trained={train}",
+        ]
         command = [sys.executable, "-m", "evermoe", "run", *job, __file__, *worker]
         kill_at = options.kill_at if has_recovery(setting, dense) else options.steps
         done = subprocess.run(
@@ -155,18 +210,23 @@ def run(options: argparse.Namespace, setting: str, dense: str) -> dict[str, int]
     said = [json.loads(each) for each in re.findall(r"RESULT (\{[^}]*\}) END", done.stdout)]
     survivors = options.workers - 1 if has_recovery(setting, dense) else 0
     if len(said) != options.workers or sum("recovery" in each for each in said) != survivors:
-        raise SystemExit(f"{setting}, {dense}: a worker did not end as expected:\n{done.stdout}{done.stderr}")
+        raise SystemExit(f"{train}, {setting}, {dense}: a worker did not end as expected:\n{done.stdout}{done.stderr}")
     return {name: max(each.get(name, 0) for each in said) for name in (*PHASES, "arenas")}
 
 
-def planned(options: argparse.Namespace, setting: str, dense: str) -> dict[str, dict[str, int]]:
+def planned(options: argparse.Namespace, train: str, setting: str, dense: str) -> dict[str, dict[str, int]]:
     """Return the planner's memory of the largest worker, by phase."""
     with torch.device("meta"):
-        shape = shape_of(model_of(options))
+        shape = shape_of(model_of(options, train))
     chosen = FootprintOptions(workers=options.workers, weights="float32", **session_options(options, setting, dense))
     found = footprint(shape, chosen, is_roomy=True)
+    known = LIBRARY_BYTES if train == "adapters" else 0
     peaks = {phase: found.peak(phase, lambda use: use.process)[1] for phase in PHASES}
-    return {phase: use._asdict() | {"process": use.process, "share": use.share} for phase, use in peaks.items()}
+    copies = found.peak("step", lambda use: use.snapshots)[1].snapshots
+    return {
+        phase: use._asdict() | {"process": use.process - known, "share": use.share, "snapshots": copies}
+        for phase, use in peaks.items()
+    }
 
 
 def main() -> None:
@@ -174,6 +234,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--settings", nargs="+", choices=list(SETTINGS), default=list(SETTINGS))
     parser.add_argument("--dense", nargs="+", choices=["replicated", "sharded"], default=["replicated", "sharded"])
+    parser.add_argument("--train", nargs="+", choices=TRAINED, default=list(TRAINED))
     for name, size in SIZES.items():
         parser.add_argument(f"--{name}", type=int, default=size)
     parser.add_argument("--log-mib", type=int, default=256, help="replay_log_bytes of auto (%(default)s)")
@@ -185,26 +246,25 @@ def main() -> None:
     parser.add_argument("--empty", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--setting", help=argparse.SUPPRESS)
     parser.add_argument("--as-dense", help=argparse.SUPPRESS)
+    parser.add_argument("--as-trained", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
         work(options)
         return
     rows = []
     print("MiB: share; shared memory, planned and measured; then for each phase planned, measured, and their ratio")
-    for setting in options.settings:
-        for dense in options.dense:
-            expected, found = planned(options, setting, dense), run(options, setting, dense)
-            parts = [
-                f"{phase} {expected[phase]['process'] >> 20:5} {found[phase] >> 20:5} "
-                f"{found[phase] / expected[phase]['process']:.2f}"
-                for phase in PHASES
-                if found[phase]
-            ]
-            copies = f"{expected['step']['snapshots'] >> 20:5} {found['arenas'] >> 20:5}"
-            print(
-                f"{setting:7} {dense:10} {expected['step']['share'] >> 20:5} {copies}  {'  '.join(parts)}", flush=True
-            )
-            rows.append({"setting": setting, "dense": dense, "planned": expected, "found": found})
+    for train, setting, dense in itertools.product(options.train, options.settings, options.dense):
+        expected, found = planned(options, train, setting, dense), run(options, train, setting, dense)
+        parts = [
+            f"{phase} {expected[phase]['process'] >> 20:5} {found[phase] >> 20:5} "
+            f"{found[phase] / expected[phase]['process']:.2f}"
+            for phase in PHASES
+            if found[phase]
+        ]
+        copies = f"{expected['step']['snapshots'] >> 20:5} {found['arenas'] >> 20:5}"
+        share = expected["step"]["share"] >> 20
+        print(f"{train:8} {setting:7} {dense:10} {share:5} {copies}  {'  '.join(parts)}", flush=True)
+        rows.append({"train": train, "setting": setting, "dense": dense, "planned": expected, "found": found})
     if options.json:
         Path(options.json).write_text(json.dumps(rows, indent=2) + "\n")
 

@@ -22,15 +22,12 @@ LIBRARY_BYTES = 104 << 20
 """Bytes that a process takes when a session begins, in addition to `import torch`: evermoe, torchft, torch's
 optimizers. Measured by `benches/bench_memory.py`."""
 KEPT_BYTES = 64 << 20
-"""Freed memory that the C library keeps, about."""
-THREAD_BYTES = 64 << 20
-"""Freed memory that it keeps for a thread: twice the largest block that it takes from an arena (glibc)."""
+"""Freed memory that the C library keeps of a layer's gradients, at most, and again in a thread that sends them: twice
+the largest block that it takes from an arena (glibc)."""
 BUCKET_BYTES = 25 << 20
 """Size of an all-reduce bucket, as in DistributedDataParallel."""
 BUCKETS, SENT_BUCKETS = 3, 2
 """Buckets that a sum has at a time: what is sent, what comes, and their sum; and an exchange without one."""
-IN_FLIGHT = 3
-"""Full states that a replica's start has in messages at a time: two that are sent, and one that has come."""
 
 
 class Use(NamedTuple):
@@ -54,7 +51,7 @@ class Use(NamedTuple):
     """Reserved in shared memory."""
     buffers: int = 0
     """Data that is being written to a folder."""
-    libraries: int = LIBRARY_BYTES + KEPT_BYTES
+    libraries: int = LIBRARY_BYTES
     """The rest of the process, and freed memory that the C library keeps."""
 
     @property
@@ -132,7 +129,13 @@ def _trained(seating: Seating, rank: int) -> Use:
         parameters=int(seating.held_R[rank]) * options.weight_bytes,
         masters=stepped * options.master_bytes,
         moments=stepped * options.moments * 4,
+        libraries=LIBRARY_BYTES + min(KEPT_BYTES, seating.layer_gradients(rank)),
     )
+
+
+def _bucket_bytes(seating: Seating, shared: int = 0) -> int:
+    """Bytes of a bucket of what is no expert, and of a number of parameters of experts."""
+    return min(BUCKET_BYTES, (seating.shape.trained_dense_parameters + shared) * seating.options.weight_bytes)
 
 
 def _start(seating: Seating) -> list[Moment]:
@@ -140,11 +143,11 @@ def _start(seating: Seating) -> list[Moment]:
     sending, copying = [], []
     for rank in range(seating.ranks):
         use, copies = _trained(seating, rank), seating.copies[rank]
-        sending.append(use._replace(working=SENT_BUCKETS * BUCKET_BYTES if seating.is_sharded else 0))
+        sending.append(use._replace(working=SENT_BUCKETS * _bucket_bytes(seating) if seating.is_sharded else 0))
         copying.append(
             use._replace(
                 replicas=copies.replicas,
-                messages=IN_FLIGHT * seating.largest_unit if copies.replicas else 0,
+                messages=copies.first_states,
                 snapshots=copies.snapshots,
                 buffers=copies.buffers,
             )
@@ -156,26 +159,26 @@ def _step(seating: Seating) -> Moment:
     """All gradients are complete and on their way to other ranks."""
     options, uses = seating.options, []
     in_background = seating.ranks > 1 and seating.gradient_bytes > BUCKET_BYTES
-    libraries = LIBRARY_BYTES + KEPT_BYTES + (THREAD_BYTES if in_background else 0)
     for rank in range(seating.ranks):
         copies = seating.copies[rank]
-        held = int(seating.held_R[rank])
         # A layer's gradient is put together from those of its matrices, and each of these from those of its experts.
-        layer = seating.layer_experts(rank) * options.weight_bytes
-        early = (
-            (int(seating.owned_R[rank]) + int(seating.shared_R[rank])) * options.weight_bytes if in_background else 0
-        )
-        is_alone = seating.ranks == 1
+        layer = seating.layer_gradients(rank)
+        # Sums of experts are made in the buffers of their buckets, those of the rest next to the gradients.
+        early = int(seating.owned_R[rank]) * options.weight_bytes - BUCKET_BYTES  # the last bucket is not early
+        buckets = 0 if seating.ranks == 1 else BUCKETS * _bucket_bytes(seating, int(seating.shared_R[rank]))
+        use = _trained(seating, rank)
         uses.append(
-            _trained(seating, rank)._replace(
-                gradients=held * options.weight_bytes,
-                working=max(layer * 4 // 3, 0 if is_alone else BUCKETS * BUCKET_BYTES) + early,
+            use._replace(
+                gradients=int(seating.trained_R[rank]) * options.weight_bytes,
+                working=max(layer * 4 // 3, buckets)
+                + (max(0, early) if in_background else 0)
+                + seating.adapted_bytes(rank),
                 replicas=copies.replicas,
                 log=copies.log,
                 messages=copies.records + copies.sent + copies.received,
                 snapshots=copies.snapshots,
                 buffers=copies.buffers,
-                libraries=libraries,
+                libraries=use.libraries + (min(KEPT_BYTES, layer) if in_background else 0),
             )
         )
     return Moment("step", "gradients are reduced", uses)
@@ -196,7 +199,7 @@ def _recovery(old: Seating, new: Seating, is_roomy: bool) -> list[Moment]:
         quiet = between._replace(gradients=0, log=0, replicas=copies.replicas * (2 if old.copies_late else 1))
         layers = old.shape.layers
         travelling = max(fetched + retained // layers, retained + fetched // layers)  # layer by layer one gives way
-        moving.append(quiet._replace(working=new.layer_experts(rank) * old.options.unit_bytes, fetched=travelling))
+        moving.append(quiet._replace(working=new.layer_bytes(rank), fetched=travelling))
         repeating = after[rank] if is_roomy and old.options.replication else start[rank]
         protecting.append(
             repeating._replace(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from evermoe.planning._arguments import count
 
@@ -20,7 +20,7 @@ class ModelShape:
     dense_parameters: int
     """Parameters that every token passes: attention, norms, embeddings, routers, shared experts. Tied ones once."""
     largest_module: int
-    """Of these, parameters of the largest module, which has one owner where these are sharded."""
+    """Of those that are trained, parameters of the largest module, which has one owner where these are sharded."""
     layers: int
     """Number of MoE layers."""
     experts: int
@@ -29,6 +29,14 @@ class ModelShape:
     """Parameters of one expert."""
     source: str = ""
     """Where the sizes are from."""
+    frozen_layers: int = 0
+    """MoE layers whose experts are frozen: they take no gradients, and the optimizer does not have them."""
+    frozen_dense_parameters: int = 0
+    """Of `dense_parameters`, those that are frozen."""
+    largest_frozen_module: int = 0
+    """Of these, parameters of the largest module."""
+    adapted_expert_parameters: int = 0
+    """Parameters of an expert in matrices that adapters change, in each MoE layer."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -37,15 +45,69 @@ class ModelShape:
         for name in ("layers", "experts", "expert_parameters"):
             if not getattr(self, name):
                 raise ValueError(f"{name}: expected 1 or more, got 0: a model without experts is no MoE model")
-        if self.largest_module > self.dense_parameters:
-            raise ValueError(
-                f"largest_module: expected at most dense_parameters, {self.dense_parameters}, got {self.largest_module}"
-            )
+        for name, limit, most in (
+            ("frozen_layers", "layers", self.layers),
+            ("frozen_dense_parameters", "dense_parameters", self.dense_parameters),
+            ("largest_frozen_module", "frozen_dense_parameters", self.frozen_dense_parameters),
+            ("largest_module", "the trained ones of dense_parameters", self.trained_dense_parameters),
+            ("adapted_expert_parameters", "expert_parameters", self.expert_parameters),
+        ):
+            if getattr(self, name) > most:
+                raise ValueError(f"{name}: expected at most {limit}, {most}, got {getattr(self, name)}")
+        if not self.trained_parameters:
+            raise ValueError("the model is frozen: expected parameters that are trained, such as those of adapters")
 
     @property
     def parameters(self) -> int:
         """All parameters."""
         return self.dense_parameters + self.layers * self.experts * self.expert_parameters
+
+    @property
+    def trained_dense_parameters(self) -> int:
+        """Of `dense_parameters`, those that are trained."""
+        return self.dense_parameters - self.frozen_dense_parameters
+
+    @property
+    def trained_parameters(self) -> int:
+        """All parameters that are trained."""
+        layers = self.layers - self.frozen_layers
+        return self.trained_dense_parameters + layers * self.experts * self.expert_parameters
+
+    def with_frozen_experts(self) -> ModelShape:
+        """Return the model with frozen experts."""
+        return replace(self, frozen_layers=self.layers)
+
+    def with_frozen_dense(self) -> ModelShape:
+        """Return the model of which experts alone are trained."""
+        return replace(
+            self,
+            frozen_dense_parameters=self.dense_parameters,
+            largest_frozen_module=max(self.largest_module, self.largest_frozen_module),
+            largest_module=0,
+        )
+
+    def with_adapters(self, parameters: int, *, are_of_experts: bool = False) -> ModelShape:
+        """Return the frozen model with adapters such as those of LoRA, which are trained on every worker.
+
+        >>> small = ModelShape(dense_parameters=1000, largest_module=400, layers=3, experts=8, expert_parameters=500)
+        >>> tuned = small.with_adapters(60)
+        >>> tuned.parameters, tuned.trained_parameters
+        (13060, 60)
+
+        Args:
+            parameters: of all adapters, those of experts included.
+            are_of_experts: whether adapters change the matrices of experts, too.
+        """
+        frozen = self.dense_parameters
+        return replace(
+            self,
+            dense_parameters=frozen + parameters,
+            largest_module=0,
+            frozen_layers=self.layers,
+            frozen_dense_parameters=frozen,
+            largest_frozen_module=max(self.largest_module, self.largest_frozen_module),
+            adapted_expert_parameters=self.expert_parameters if are_of_experts else 0,
+        )
 
 
 def dense_modules(dense_parameters: int, largest_module: int, layers: int) -> list[int]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
@@ -130,6 +130,15 @@ class CopyTotals:
     """Others' gradients in messages."""
     buffers: int = 0
     """Data that is saved to a folder."""
+    sends: list[int] = field(default_factory=list)
+    """Of each state with which a replica begins, the bytes that are sent."""
+    receives: list[int] = field(default_factory=list)
+    """And those that come."""
+
+    @property
+    def first_states(self) -> int:
+        """Memory of messages with states with which replicas begin: two that are sent at a time, one that comes."""
+        return sum(sorted(self.sends)[-2:]) + max(self.receives, default=0)
 
     @property
     def frames(self) -> int:
@@ -155,10 +164,11 @@ class Seating:
     ) -> None:
         self.shape, self.options, self.nodes, self._before = shape, options, nodes, before
         self.ranks, self.is_sharded = len(nodes), options.shard_optimizer
-        self._dense = dense_modules(shape.dense_parameters, shape.largest_module, shape.layers)
+        self._trained = dense_modules(shape.trained_dense_parameters, shape.largest_module, shape.layers)
+        self._frozen = dense_modules(shape.frozen_dense_parameters, shape.largest_frozen_module, shape.layers)
         self.placed_RE = self._place_experts()
         self.owners = self._place_owners() if self.is_sharded else []
-        """Rank of each dense module, where these have owners."""
+        """Rank of each dense module that is trained, where these have owners."""
 
     def _place_experts(self) -> NDArray[np.bool_]:
         options, experts, domains = self.options, self.shape.experts, failure_domains(self.nodes)
@@ -172,63 +182,93 @@ class Seating:
         matrix = place(counts, self.ranks, slots, options.choices.placement, load, previous, domains).matrix
         if self._before is not None:
             held = self._before.held_RE[: self.ranks].astype(np.int64)
-            matrix = keep_in_place(held, matrix, [self._expert_bytes] * experts, domains)
+            matrix = keep_in_place(held, matrix, [self._experts_bytes] * experts, domains)
         return matrix > 0
 
     def _place_owners(self) -> list[int]:
-        sizes = [elements * self.options.unit_bytes for elements in self._dense]
-        loads = (self.placed_RE.sum(1) * self.shape.layers * self._expert_bytes).tolist()
+        sizes = [elements * self.options.unit_bytes for elements in self._trained]
+        loads = (self.placed_RE.sum(1) * self._experts_bytes).tolist()
         trained: list[list[int]] = [list(range(self.ranks)) for _ in sizes]
         copied = trained
         if self._before is not None:
             trained = [[owner] if owner < self.ranks else [] for owner in self._before.owners]
-            copied = [[rank for rank in ranks if rank < self.ranks] for ranks in self._before.dense_holders]
+            copied = [[rank for rank in ranks if rank < self.ranks] for ranks in self._before.owned_holders]
         return place_owners(sizes, trained, copied, loads)
 
+    def _expert_bytes(self, *, is_frozen: bool) -> int:
+        """Bytes of one expert."""
+        each = self.options.weight_bytes if is_frozen else self.options.unit_bytes
+        return self.shape.expert_parameters * each
+
     @property
-    def _expert_bytes(self) -> int:
-        return self.shape.expert_parameters * self.options.unit_bytes
+    def _experts_bytes(self) -> int:
+        """Bytes of an expert of each layer, together."""
+        frozen = self.shape.frozen_layers
+        return (self.shape.layers - frozen) * self._expert_bytes(is_frozen=False) + frozen * self._expert_bytes(
+            is_frozen=True
+        )
 
     # ---- what is trained, in parameters
 
-    def layer_experts(self, rank: int) -> int:
-        """Parameters of a layer's experts on a rank."""
-        return int(self.placed_RE[rank].sum()) * self.shape.expert_parameters
-
-    @cached_property
-    def _experts_R(self) -> NDArray[np.int64]:
-        placed_R: NDArray[np.int64] = self.placed_RE.sum(1) * self.shape.layers * self.shape.expert_parameters
+    def _experts_R(self, layers: int) -> NDArray[np.int64]:
+        """`[R]` parameters of the experts of a number of layers on a rank."""
+        placed_R: NDArray[np.int64] = self.placed_RE.sum(1) * layers * self.shape.expert_parameters
         return placed_R
+
+    @property
+    def _trained_layers(self) -> int:
+        return self.shape.layers - self.shape.frozen_layers
+
+    def layer_gradients(self, rank: int) -> int:
+        """Bytes of the gradients of a layer's experts on a rank, or of their adapted matrices; 0 where there are none.
+
+        Gradients of adapters are computed from those of the matrices that they change.
+        """
+        each = self.shape.expert_parameters if self._trained_layers else self.shape.adapted_expert_parameters
+        return int(self.placed_RE[rank].sum()) * each * self.options.weight_bytes
+
+    def adapted_bytes(self, rank: int) -> int:
+        """Bytes of the changed matrices of a rank's experts, which adapters make in a forward for its backward."""
+        experts = int(self.placed_RE[rank].sum()) * self.shape.layers
+        return experts * self.shape.adapted_expert_parameters * self.options.weight_bytes
+
+    def layer_bytes(self, rank: int) -> int:
+        """Bytes of a layer's experts on a rank, of one that is trained if there is any."""
+        return int(self.placed_RE[rank].sum()) * self._expert_bytes(is_frozen=not self._trained_layers)
 
     @cached_property
     def owned_R(self) -> NDArray[np.int64]:
         """`[R]` parameters that are no expert's, of which a rank has the optimizer's state."""
         if not self.is_sharded:
-            return np.full(self.ranks, self.shape.dense_parameters)
-        return np.bincount(self.owners, self._dense, minlength=self.ranks).astype(np.int64)
+            return np.full(self.ranks, self.shape.trained_dense_parameters)
+        return np.bincount(self.owners, self._trained, minlength=self.ranks).astype(np.int64)
 
     @property
     def held_R(self) -> NDArray[np.int64]:
         """`[R]` parameters of which a rank has the weights."""
-        return self.shape.dense_parameters + self._experts_R
+        return self.shape.dense_parameters + self._experts_R(self.shape.layers)
+
+    @property
+    def trained_R(self) -> NDArray[np.int64]:
+        """`[R]` parameters of which a rank has gradients."""
+        return self.shape.trained_dense_parameters + self._experts_R(self._trained_layers)
 
     @property
     def shared_R(self) -> NDArray[np.int64]:
-        """`[R]` parameters of experts on a rank that other ranks train, too."""
+        """`[R]` parameters of experts that a rank and others train."""
         shared_RE = self.placed_RE & (self.placed_RE.sum(0) > 1)
-        found: NDArray[np.int64] = shared_RE.sum(1) * self.shape.layers * self.shape.expert_parameters
+        found: NDArray[np.int64] = shared_RE.sum(1) * self._trained_layers * self.shape.expert_parameters
         return found
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes of the gradients of all parameters, each expert's once."""
-        experts = self.shape.layers * self.shape.experts * self.shape.expert_parameters
-        return (self.shape.dense_parameters + experts) * self.options.weight_bytes
+        """Bytes of the gradients of all parameters that are trained, each expert's once."""
+        return self.shape.trained_parameters * self.options.weight_bytes
 
     @property
     def stepped_R(self) -> NDArray[np.int64]:
         """`[R]` parameters of which a rank has the optimizer's state."""
-        return self.owned_R + self._experts_R
+        return self.owned_R + self._experts_R(self._trained_layers)
 
     # ---- what a recovery has moved, in bytes
 
@@ -237,8 +277,8 @@ class Seating:
         assert self._before is not None
         first, second = self._before.placed_RE[: self.ranks], self.placed_RE
         moved = first & ~second if old else second & ~first
-        found: NDArray[np.int64] = moved.sum(1) * self.shape.layers * self._expert_bytes
-        for elements, was, now in zip(self._dense, self._before.owners, self.owners, strict=False):
+        found: NDArray[np.int64] = moved.sum(1) * self._experts_bytes
+        for elements, was, now in zip(self._trained, self._before.owners, self.owners, strict=False):
             rank = was if old else now
             if was != now and rank < self.ranks:
                 found[rank] += elements * self.options.unit_bytes
@@ -246,28 +286,26 @@ class Seating:
 
     # ---- copies
 
-    @property
-    def largest_unit(self) -> int:
-        """Bytes of the largest unit that replicas may follow."""
-        dense = max(self._dense, default=0) * self.options.unit_bytes if self.is_sharded else 0
-        return max(self._expert_bytes, dense)
-
     @cached_property
     def _units(self) -> list[UnitInfo]:
-        """Experts, layer by layer, then what is no expert."""
+        """Experts, layer by layer, the frozen ones first; then what is no expert, the frozen modules last."""
         options, weight = self.options, self.options.weight_bytes
         every = tuple(range(self.ranks))
         active = [tuple(np.flatnonzero(column).tolist()) for column in self.placed_RE.T]
-        gradient = self.shape.expert_parameters * weight
-        units = [
-            UnitInfo(f"{layer}.{expert}", self._expert_bytes, gradient, active[expert], 0.0, replayable=True)
-            for layer in range(self.shape.layers)
-            for expert in range(self.shape.experts)
-        ]
-        for number, elements in enumerate(self._dense):
+        units = []
+        for layer in range(self.shape.layers):
+            is_frozen = layer < self.shape.frozen_layers
+            sizes = self._expert_bytes(is_frozen=is_frozen), 0 if is_frozen else self.shape.expert_parameters * weight
+            units += [
+                UnitInfo(f"{layer}.{expert}", *sizes, active[expert], 0.0, replayable=True)
+                for expert in range(self.shape.experts)
+            ]
+        for number, elements in enumerate(self._trained):
             ranks = (self.owners[number],) if self.is_sharded else every
             sizes = elements * options.unit_bytes, elements * weight
             units.append(UnitInfo(f"dense.{number}", *sizes, ranks, 0.0, self.is_sharded, may_lag=False))
+        for number, elements in enumerate(self._frozen):
+            units.append(UnitInfo(f"frozen.{number}", elements * weight, 0, every, 0.0, True, may_lag=False))
         return units
 
     @cached_property
@@ -291,11 +329,12 @@ class Seating:
         return held
 
     @property
-    def dense_holders(self) -> list[tuple[int, ...]]:
-        """Ranks with copies of each dense module."""
+    def owned_holders(self) -> list[tuple[int, ...]]:
+        """Ranks with copies of each dense module that is trained."""
         if not self.options.replication:
-            return [() for _ in self._dense]
-        return [each.holders for each in self._plan.units[self.shape.layers * self.shape.experts :]]
+            return [() for _ in self._trained]
+        first = self.shape.layers * self.shape.experts
+        return [each.holders for each in self._plan.units[first : first + len(self._trained)]]
 
     @cached_property
     def copies(self) -> list[CopyTotals]:
@@ -312,8 +351,8 @@ class Seating:
         for total in totals:
             total.log = min(total.log, options.replay_log_bytes)
             if options.choices.takes_turns:
-                some = shape.layers * levels(shape.experts).save * self._expert_bytes
-                total.buffers = (some + shape.dense_parameters * options.unit_bytes) // self.ranks
+                dense = sum(unit.nbytes for unit in self._units[shape.layers * shape.experts :])
+                total.buffers = (levels(shape.experts).save * self._experts_bytes + dense) // self.ranks
         return totals
 
     def _count_replayed(self, unit: UnitInfo, each: UnitProtection, totals: Sequence[CopyTotals]) -> None:
@@ -321,7 +360,9 @@ class Seating:
         logged = elements * (2 if self.options.weights == "bfloat16" else 4) + RECORD_BYTES
         totals[each.primary].records += logged
         totals[each.primary].sent += logged * len(each.holders)
+        totals[each.primary].sends += [unit.nbytes] * len(each.holders)
         for rank in each.holders:
+            totals[rank].receives.append(unit.nbytes)
             totals[rank].replicas += unit.nbytes
             totals[rank].received += logged
             totals[rank].log += logged * (batch_steps(elements) + LOGGED_STEPS)

@@ -12,12 +12,14 @@ from evermoe.state.unit import dense_tensors
 def shape_of(model: nn.Module, source: str = "") -> ModelShape:
     """Sizes of a model with evermoe's experts; one on the `meta` device will do.
 
+    Parameters that require no gradient are frozen. They are taken for parameters that no optimizer has.
+
     Args:
         model: holds all its experts.
         source: what it is.
 
     Raises:
-        ValueError: it has no MoE layer, or layers of different sizes.
+        ValueError: it has no MoE layer, or layers of different sizes, or nothing of it is trained.
     """
     layers = expert_layers(model)
     sizes = {(layer.num_experts, layer.weights.shape[1]) for layer in layers.values()}
@@ -27,15 +29,26 @@ def shape_of(model: nn.Module, source: str = "") -> ModelShape:
             f"{type(model).__name__}: expected MoE layers with equally many experts of one size, got {found}"
         )
     ((experts, parameters),) = sizes
-    dense = [
-        sum(tensor.numel() for tensor in tensors.values() if isinstance(tensor, nn.Parameter))
-        for tensors in dense_tensors(model).values()
-    ]
+    trained, frozen = (
+        [
+            sum(
+                each.numel()
+                for each in tensors.values()
+                if isinstance(each, nn.Parameter) and each.requires_grad == is_trained
+            )
+            for tensors in dense_tensors(model).values()
+        ]
+        for is_trained in (True, False)
+    )
     return ModelShape(
-        dense_parameters=sum(dense),
-        largest_module=max(dense, default=0),
+        dense_parameters=sum(trained) + sum(frozen),
+        largest_module=max(trained, default=0),
         layers=len(layers),
         experts=experts,
         expert_parameters=parameters,
         source=source,
+        frozen_layers=sum(not layer.weights.requires_grad for layer in layers.values()),
+        frozen_dense_parameters=sum(frozen),
+        largest_frozen_module=max(frozen, default=0),
+        adapted_expert_parameters=max(getattr(layer, "adapted_parameters", 0) for layer in layers.values()),
     )

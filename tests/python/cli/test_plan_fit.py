@@ -90,6 +90,46 @@ def test_what_does_not_fit_says_on_how_many_nodes_it_would():
     assert taken.fits
 
 
+def test_what_is_frozen_is_a_flag_or_the_number_of_parameters_of_adapters():
+    complete, experts, dense, lora = (
+        plan_fit(setting(*ASKED, *flags))
+        for flags in ([], ["--frozen", "experts"], ["--frozen", "dense"], ["--adapters", "1,200,000"])
+    )
+    shape = MODELS["gpt-l-moe"]
+    assert experts.setting.shape.trained_parameters == shape.dense_parameters
+    assert dense.setting.shape.trained_parameters == shape.parameters - shape.dense_parameters
+    assert lora.setting.shape.trained_parameters == 1_200_000
+    assert lora.needed < experts.needed < dense.needed < complete.needed
+    adapted = plan_fit(setting(*ASKED, "--adapters", "1.2M", "--adapt-experts"))
+    second = [plan.peaks["step"][1].working for plan in (adapted, lora)]
+    assert second[0] - second[1] > 12 * 4 * shape.expert_parameters * 2, "changed matrices of 4 experts a layer"
+
+
+def test_the_report_says_what_is_trained(tmp_path):
+    done = plan(*ASKED, "--adapters", "1.2M", folder=tmp_path)
+    text = " ".join(done.stdout.split())
+    assert (
+        "trained 1.2 million parameters, 0.000699 of all; frozen are the experts of 12 layers and 103.1 million "
+        in text
+    )
+    assert "trained" not in plan(*ASKED, folder=tmp_path).stdout
+
+
+@pytest.mark.full
+def test_fewest_nodes_with_adapters_are_those_that_a_search_of_all_finds():
+    for memory, flags in (("2GB", ["--adapters", "2M", "--adapt-experts"]), ("6GB", ["--frozen", "dense"])):
+        asked = setting("--model", "gpt-l-moe", "--nodes", "4", "--memory", memory, *flags)
+        fitting = [
+            nodes
+            for nodes in range(1, 40)
+            if all(
+                max(map(asked.counted, moment.uses)) <= asked.memory
+                for moment in footprint(asked.shape, asked.on(nodes).options).moments
+            )
+        ]
+        assert fewest_nodes(asked) == fitting[0], flags
+
+
 def test_a_cpu_has_one_memory_for_all():
     asked = [*ASKED, "--preset", "gemini", "--device"]
     gpu, cpu = (plan_fit(setting(*asked, device)).peaks["step"][1] for device in ("gpu", "cpu"))
@@ -147,6 +187,13 @@ def test_sizes(text, size):
         ([*ASKED, "--copies"], "--copies: expected no such flag with --model"),
         ([*ASKED, "--load", "zipf:1"], "--load: expected no such flag with --model"),
         ([*ASKED, "--experts", "8"], "--experts: expected no such flag with --model"),
+        (
+            [*ASKED, "--adapters", "2Q"],
+            "--adapters: expected a number of parameters such as 3407872 or 13.6M, got '2Q'",
+        ),
+        ([*ASKED, "--adapters", "2M", "--frozen", "dense"], "--frozen: expected no such flag with --adapters"),
+        ([*ASKED, "--adapt-experts"], "--adapt-experts: expected --adapters with it"),
+        (["--adapters", "2M", "--nodes", "4", "--expert-slots", "2"], "--adapters: expected --model with it"),
         ([*ASKED, "--shard-optimizer", "--preset", "lazarus"], "shard_optimizer: expected False with preset lazarus"),
     ],
 )

@@ -103,6 +103,33 @@ def test_no_recovery_where_nobody_is_left():
     assert len(two.moments[-1].uses) == 2, "a node's workers are lost together"
 
 
+def test_what_is_frozen_has_weights_alone():
+    held = 1000 + 3 * 2 * 500
+    experts = peak("step", SMALL.with_frozen_experts(), replication=0)
+    assert (experts.parameters, experts.moments, experts.gradients) == (4 * held, 8 * 1000, 4 * 1000)
+    dense = peak("step", SMALL.with_frozen_dense(), replication=0)
+    assert (dense.parameters, dense.moments, dense.gradients) == (4 * held, 8 * (held - 1000), 4 * (held - 1000))
+    adapters = peak("step", SMALL.with_adapters(60), replication=0)
+    assert (adapters.parameters, adapters.moments, adapters.gradients) == (4 * (held + 60), 8 * 60, 4 * 60)
+    of_experts = peak("step", SMALL.with_adapters(60, are_of_experts=True), replication=0)
+    second = 4 * 3 * 2 * 500 + 4 * 2 * 500 * 4 // 3
+    assert of_experts.working == second, "all changed matrices until backward, and the gradients of a layer's"
+    half = peak("step", replace(SMALL, frozen_layers=2), replication=0)
+    assert (half.parameters, half.moments) == (4 * held, 8 * (1000 + 2 * 500))
+
+
+def test_copies_of_what_is_frozen_are_its_weights():
+    frozen = SMALL.with_frozen_experts()
+    (step,) = (each for each in footprint(frozen, FOUR).moments if each.phase == "step")
+    assert sum(use.replicas for use in step.uses) == 4 * 3 * 8 * 500
+    assert all(use.log <= 6 * protection.RECORD_BYTES * protection.LOG_STEPS for use in step.uses), "headers alone"
+    assert sum(use.snapshots for use in step.uses) == 2 * (4 * 3 * 8 * 500 + 2 * 12 * 1000)
+    owned = footprint(SMALL.with_adapters(60), replace(FOUR, preset="gemini", shard_optimizer=True)).moments
+    (step,) = (each for each in owned if each.phase == "step")
+    assert sum(use.moments for use in step.uses) == 8 * 60
+    assert sum(use.snapshots for use in step.uses) == 2 * 2 * (4 * (SMALL.parameters + 60) + 8 * 60)
+
+
 @pytest.mark.parametrize("preset", ["auto", "gemini", "baft", "moetion", "lazarus", "pec"])
 def test_more_memory_is_never_taken_by_more_workers(preset):
     options = FootprintOptions(workers=2, preset=preset)
@@ -140,6 +167,15 @@ def test_options_that_are_none(options, message):
         ({"experts": 0}, "experts: expected 1 or more"),
         ({"largest_module": 2000}, "largest_module: expected at most"),
         ({"layers": -1}, "layers: expected an integer"),
+        ({"frozen_layers": 4}, "frozen_layers: expected at most layers, 3, got 4"),
+        (
+            {"frozen_dense_parameters": 700},
+            "largest_module: expected at most the trained ones of dense_parameters, 300",
+        ),
+        (
+            {"frozen_layers": 3, "frozen_dense_parameters": 1000, "largest_module": 0},
+            "the model is frozen: expected parameters that are trained",
+        ),
     ],
 )
 def test_shapes_that_are_none(sizes, message):
@@ -155,9 +191,18 @@ def test_the_shape_of_an_existing_model():
         layers = [evermoe.MoE(16, 32, num_experts=4) for _ in range(2)]
         model = torch.nn.Sequential(torch.nn.Embedding(50, 16), *layers, torch.nn.Linear(16, 50))
     shape = shape_of(model)
+    assert (shape.trained_parameters, shape.largest_frozen_module) == (shape.parameters, 0)
     assert shape.parameters == sum(parameter.numel() for parameter in model.parameters())
     assert (shape.layers, shape.experts, shape.largest_module) == (2, 4, 850)
     assert shape.expert_parameters == layers[0].experts.weights.shape[1]
+    layers[0].experts.requires_grad_(False)
+    model[0].requires_grad_(False)
+    model[-1].weight.requires_grad_(False)
+    tuned = shape_of(model)
+    assert (tuned.frozen_layers, tuned.frozen_dense_parameters, tuned.largest_frozen_module) == (1, 1600, 800)
+    assert (tuned.largest_module, tuned.parameters) == (64, shape.parameters), "a router is larger than a bias"
+    with pytest.raises(ValueError, match="the model is frozen"):
+        shape_of(model.requires_grad_(False))
     with pytest.raises(ValueError, match="no MoE layer"):
         shape_of(torch.nn.Linear(2, 2))
     with torch.device("meta"):

@@ -24,7 +24,19 @@ UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 UNITS |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 LIMITS = {"expert_slots": 1 << 24, "min_replicas": 1 << 24, "replication": 64, "workers_per_node": 1 << 10}
 """Largest values of flags; the least is 1."""
-OWN = ("memory", "workers_per_node", "weights", "preset", "device", "no_copies", "shard_optimizer")
+COUNTS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9}
+OWN = (
+    "memory",
+    "workers_per_node",
+    "weights",
+    "preset",
+    "device",
+    "no_copies",
+    "shard_optimizer",
+    "frozen",
+    "adapters",
+    "adapt_experts",
+)
 """Flags that need `--model`."""
 SHARED = ("replication",)
 """Flags of the group `copies` that also work with `--model`."""
@@ -96,6 +108,22 @@ def add_fit_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("bfloat16", "float16", "float32"),
         help="type of parameters and gradients; the 16-bit ones have a float32 master (bfloat16)",
     )
+    group.add_argument(
+        "--frozen",
+        choices=("experts", "dense"),
+        help="parameters that are not trained, and that the optimizer does not have: experts, or all but experts",
+    )
+    group.add_argument(
+        "--adapters",
+        metavar="PARAMETERS",
+        help="parameters of LoRA's adapters, such as 13.6M, as peft's print_trainable_parameters() prints them; "
+        "everything else is frozen",
+    )
+    group.add_argument(
+        "--adapt-experts",
+        action="store_true",
+        help="--adapters counts those of experts (target_parameters), whose changed matrices a step has in addition",
+    )
     group.add_argument("--preset", choices=PRESET_NAMES, help="how the state is protected (auto)")
     group.add_argument(
         "--shard-optimizer",
@@ -156,7 +184,21 @@ def parse_fit(options: argparse.Namespace) -> FitSetting:
         **{name: value for name, value in given.items() if value is not None},
     )
     memory, is_on_gpu = parse_size(options.memory), options.device != "cpu"
-    return FitSetting(options.model, read_model(options.model), chosen, memory, is_on_gpu)
+    shape = _trained_as(read_model(options.model), options.frozen, options.adapters, options.adapt_experts)
+    return FitSetting(options.model, shape, chosen, memory, is_on_gpu)
+
+
+def _trained_as(shape: ModelShape, frozen: str | None, adapters: str | None, adapt_experts: bool) -> ModelShape:
+    """Return a model whose parameters are frozen as the flags say."""
+    if adapt_experts and adapters is None:
+        raise ValueError("--adapt-experts: expected --adapters with it, which is missing")
+    if frozen is not None and adapters is not None:
+        raise ValueError(f"--frozen: expected no such flag with --adapters, which freezes all else, got {frozen}")
+    if adapters is not None:
+        return shape.with_adapters(parse_parameters(adapters), are_of_experts=adapt_experts)
+    if frozen is not None:
+        return shape.with_frozen_experts() if frozen == "experts" else shape.with_frozen_dense()
+    return shape
 
 
 def _refuse_others(options: argparse.Namespace) -> None:
@@ -185,6 +227,22 @@ def parse_size(text: str) -> int:
     if not 1 <= size < 1 << 60:
         raise ValueError(f"--memory: expected a size such as 80GB, 24GiB or 512MiB, got {text!r}")
     return size
+
+
+def parse_parameters(text: str) -> int:
+    """Return the number of parameters that a text names.
+
+        >>> parse_parameters("3,407,872"), parse_parameters("13.6M")
+        (3407872, 13600000)
+
+    Raises:
+        ValueError: not of this form, or below one.
+    """
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]*)?)\s*([kmb]?)\s*", text.replace(",", ""), re.IGNORECASE)
+    number = int(float(match[1]) * COUNTS[match[2].upper()]) if match else 0
+    if not 1 <= number < 1 << 48:
+        raise ValueError(f"--adapters: expected a number of parameters such as 3407872 or 13.6M, got {text!r}")
+    return number
 
 
 def read_model(name: str) -> ModelShape:
@@ -279,12 +337,13 @@ def _least(setting: FitSetting) -> int:
         min(shape.experts, session_slots(shape.experts, domains, options.expert_slots, replicas))
         * shape.expert_parameters
     )
-    owned = shape.dense_parameters
+    owned = trained = shape.trained_dense_parameters
     if options.shard_optimizer:
         owned = max(shape.largest_module, owned // options.workers)
-    held = shape.dense_parameters + shape.layers * layer
-    least = held * 2 * options.weight_bytes + (owned + shape.layers * layer) * options.optimizer_bytes
-    return least + layer * options.weight_bytes
+    layers = shape.layers - shape.frozen_layers
+    held = shape.dense_parameters + trained + (shape.layers + layers) * layer
+    least = held * options.weight_bytes + (owned + layers * layer) * options.optimizer_bytes
+    return least + min(1, layers) * layer * options.weight_bytes
 
 
 def fit_json(report: FitReport) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from evermoe.cli.plan.show import print_wrapped
 from evermoe.cli.plan.show_copies import size
 from evermoe.options import count
 from evermoe.planning.footprint import Use
+from evermoe.planning.models import ModelShape
 
 PARTS = {
     "parameters": "parameters",
@@ -53,6 +54,7 @@ def _facts(report: FitReport) -> list[tuple[str, str]]:
             f"experts of {shape.expert_parameters / 1e6:.4g} million, {shape.dense_parameters / 1e6:.4g} million "
             f"others; {options.weights}, {each} bytes each with gradient, master and moments ({shape.source})",
         ),
+        *_trained(shape),
         (
             "workers",
             f"{count(setting.nodes, 'node')} × {options.workers_per_node}, {size(setting.memory)} "
@@ -70,6 +72,22 @@ def _facts(report: FitReport) -> list[tuple[str, str]]:
             )
         )
     return facts
+
+
+def _trained(shape: ModelShape) -> list[tuple[str, str]]:
+    if shape.trained_parameters == shape.parameters:
+        return []
+    trained, part = shape.trained_parameters, shape.trained_parameters / shape.parameters
+    number = f"{trained / 1e9:.4g} billion" if trained >= 1e9 else f"{trained / 1e6:.4g} million"
+    frozen = [f"the experts of {count(shape.frozen_layers, 'layer')}"] if shape.frozen_layers else []
+    frozen += [f"{shape.frozen_dense_parameters / 1e6:.4g} million others"] if shape.frozen_dense_parameters else []
+    return [
+        (
+            "trained",
+            f"{number} parameters, {part:.3g} of all; frozen are {' and '.join(frozen)}, without gradients, masters "
+            "and moments",
+        )
+    ]
 
 
 def verdict(report: FitReport) -> str:

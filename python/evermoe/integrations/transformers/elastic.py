@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -122,6 +123,11 @@ class ElasticExperts(Experts):
     def adapted(self) -> set[str]:
         """Names of the matrices that have adapters."""
         return {each.parameter_name for each in self.wrappers}
+
+    @property
+    def adapted_parameters(self) -> int:
+        """Parameters of one expert in these matrices."""
+        return sum(math.prod(self.expert.shapes[self._stack_names[name]]) for name in self.adapted)
 
 
 def hub_name(name: str) -> str:
