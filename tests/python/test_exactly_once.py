@@ -1,0 +1,195 @@
+"""Every sampler, with members that come and go: each sample is committed once an epoch, in one order."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from evermoe import ElasticLoader, ElasticReaders, ElasticSampler
+from support.exactly_once import Data, alone, changes, check_exactly_once, run
+
+SAMPLES, BATCH, EPOCHS = 37, 8, 8
+STEPS = 50
+"""They take `EPOCHS` epochs, also where each ends with shorter batches, and readers exchange their states thrice."""
+SIZES = (9, 12, 6, 10)
+"""Samples of each reader."""
+RESIZED = [("commit", 4)] * 5 + [("leave", 2)] + [("commit", 2)] * 5 + [("join", 3)] + [("commit", 3)] * 5
+RESIZED += [("join", 5)]
+
+
+class Stream(IterableDataset):
+    """Samples in order, or in another order in each epoch."""
+
+    def __init__(self, is_shuffled: bool = False) -> None:
+        self._is_shuffled, self._epoch = is_shuffled, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self._epoch = epoch
+
+    def __iter__(self):
+        order = list(range(SAMPLES))
+        if self._is_shuffled:
+            random.Random(self._epoch).shuffle(order)
+        yield from order
+
+
+class Stateful:
+    """A loader of batches with a state, which is its own iterator."""
+
+    batch_size = BATCH
+
+    def __init__(self) -> None:
+        self.place = 0
+
+    def __iter__(self):
+        self.place %= SAMPLES
+        return self
+
+    def __next__(self) -> torch.Tensor:
+        if self.place == SAMPLES:
+            raise StopIteration
+        first, self.place = self.place, min(SAMPLES, self.place + BATCH)
+        return torch.arange(first, self.place)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.place = state["place"]
+
+
+class Part:
+    """The samples of a reader, shuffled again in each epoch, with a state."""
+
+    def __init__(self, reader: int, readers: int) -> None:
+        self.samples, self.place = [(reader, number) for number in range(SIZES[reader])], 0
+
+    def set_epoch(self, epoch: int) -> None:
+        random.Random(epoch).shuffle(self.samples)
+
+    def __iter__(self):
+        while self.place < len(self.samples):
+            self.place += 1
+            yield self.samples[self.place - 1]
+        self.place = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.place = state["place"]
+
+
+def readers(open_reader: Any) -> ElasticReaders:
+    return ElasticReaders(open_reader, readers=len(SIZES), batch_size=BATCH, collate_fn=list, state_bytes=256)
+
+
+NUMBERS = Counter(range(SAMPLES))
+OF_READERS = Counter((reader, number) for reader, size in enumerate(SIZES) for number in range(size))
+DATA = {
+    "map-style": Data(lambda: ElasticSampler(SAMPLES, BATCH, shuffle=False), NUMBERS),
+    "map-style, shuffled": Data(lambda: ElasticSampler(SAMPLES, BATCH), NUMBERS),
+    "iterable": Data(lambda: ElasticLoader(DataLoader(Stream(), batch_size=BATCH)), NUMBERS),
+    "iterable, shuffled": Data(lambda: ElasticLoader(DataLoader(Stream(True), batch_size=BATCH)), NUMBERS),
+    "loader that shuffles": Data(
+        lambda: ElasticLoader(DataLoader(range(SAMPLES), batch_size=BATCH, shuffle=True)), NUMBERS
+    ),
+    "loader with a state": Data(lambda: ElasticLoader(Stateful()), NUMBERS),
+    "readers": Data(lambda: readers(lambda reader, _: [(reader, n) for n in range(SIZES[reader])]), OF_READERS),
+    "readers with states": Data(lambda: readers(Part), OF_READERS),
+}
+
+
+@pytest.fixture(scope="module", params=DATA)
+def job(request) -> tuple[Data, list[list[Any]]]:
+    """The data, and what one member commits that nothing happens to."""
+    data = DATA[request.param]
+    return data, alone(data, STEPS)
+
+
+def test_alone(job) -> None:
+    data, expected = job
+    check_exactly_once(data, expected, epochs=EPOCHS)
+
+
+@pytest.mark.parametrize("size", [2, 3, 6])
+def test_the_order_is_that_of_any_number_of_members(job, size) -> None:
+    data, expected = job
+    assert run(data, STEPS, [], size) == expected
+
+
+def test_resized(job) -> None:
+    """4 → 2 → 3 → 5."""
+    data, expected = job
+    found = run(data, STEPS, RESIZED, 4)
+    assert found == expected
+    check_exactly_once(data, found, epochs=EPOCHS)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_members_come_and_go_at_random(job, seed) -> None:
+    data, expected = job
+    size = 1 + seed % 4
+    found = run(data, STEPS, changes(seed, size), size, seed)
+    check_exactly_once(data, found, epochs=EPOCHS)
+    assert found == expected
+
+
+# ---- the harness finds what is wrong
+
+
+class Forgets(ElasticSampler):
+    """Does not load its state: a member that joins begins at the start."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+class CountsDrawn(ElasticSampler):
+    """Counts a batch when it is drawn, as loaders without commits do: a failed step loses its samples."""
+
+    def share(self, rank: int, size: int) -> Any:
+        found = super().share(rank, size)
+        self.consumed += self.batch_size
+        return found
+
+    def advance(self) -> None:
+        pass
+
+
+class Interleaves(ElasticSampler):
+    """Divides each batch by turns, so that the order depends on the number of members."""
+
+    def share(self, rank: int, size: int) -> Any:
+        found = super().share(rank, size)
+        return type(found)(self.batch()[rank::size], len(self.batch()[rank::size]) / self.batch_size)
+
+
+class Repeats(ElasticSampler):
+    """Reads a sample of an epoch twice, and another one never."""
+
+    def batch(self) -> torch.Tensor:
+        return super().batch().clamp(max=SAMPLES - 2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "planned", "message"),
+    [
+        (Forgets, [("commit", 2), ("join", 3)], "members have different states"),
+        (CountsDrawn, [("fail", 2)], "the order"),
+        (Interleaves, [], "epoch 0: too often"),
+        (Repeats, [], r"epoch 0: too often Counter\({35: 1}\), too seldom Counter\({36: 1}\)"),
+    ],
+)
+def test_what_is_wrong_is_found(kind, planned, message) -> None:
+    data = Data(lambda: kind(SAMPLES, BATCH, shuffle=False), NUMBERS)
+    expected = alone(DATA["map-style"], STEPS)
+    with pytest.raises(AssertionError, match=message):
+        found = run(data, STEPS, planned, 2)
+        check_exactly_once(data, found, epochs=EPOCHS)
+        assert found == expected, "the order"
