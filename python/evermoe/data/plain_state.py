@@ -10,17 +10,23 @@ import torch
 from torch import Tensor
 
 _TENSOR, _ARRAY, _BYTES, _TUPLE, _PAIRS = "__tensor__", "__array__", "__bytes__", "__tuple__", "__pairs__"
+_PLAIN = frozenset((int, float, str, bool, type(None)))
 _TAGS = frozenset((_TENSOR, _ARRAY, _BYTES, _TUPLE, _PAIRS))
 
 
 def to_json(state: Any) -> Any:
     """Convert a state to JSON types, which `from_json` inverts. Leave other values that JSON cannot represent as is."""
     if isinstance(state, list):
-        return [to_json(value) for value in state]
+        return state if _is_plain(state) else [to_json(value) for value in state]
     if isinstance(state, dict) and all(isinstance(key, str) for key in state) and not _TAGS & state.keys():
         return {key: to_json(value) for key, value in state.items()}
     tag, content = _tagged(state)
     return state if tag is None else {tag: content}
+
+
+def _is_plain(values: list[Any]) -> bool:
+    """Whether a list, which may be long, has numbers and text alone."""
+    return _PLAIN.issuperset(map(type, values))
 
 
 def _tagged(state: Any) -> tuple[str | None, Any]:
@@ -41,7 +47,7 @@ def _tagged(state: Any) -> tuple[str | None, Any]:
 def from_json(state: Any) -> Any:
     """Invert `to_json`."""
     if isinstance(state, list):
-        return [from_json(value) for value in state]
+        return state if _is_plain(state) else [from_json(value) for value in state]
     if not isinstance(state, dict):
         return state
     tag = next(iter(_TAGS & state.keys()), None)

@@ -24,7 +24,7 @@ class ReaderPart(NamedTuple):
     has_more: bool
     """Whether it has another sample in this epoch."""
     state: ReaderState | None
-    """Its state after these samples, in every `STATE_PERIOD`-th batch."""
+    """Its state after these samples, every `STATE_PERIOD` batches."""
 
 
 class Batch(NamedTuple):
@@ -52,10 +52,9 @@ class Batch(NamedTuple):
         """The batch after this one in the same epoch."""
         return Batch(self.start + self.size, self.size, self.number + 1)
 
-    @property
-    def keeps_states(self) -> bool:
-        """Whether states are taken after it."""
-        return self.number % STATE_PERIOD == STATE_PERIOD - 1
+    def keeps_state_of(self, reader: int) -> bool:
+        """Return whether a reader's state is taken after it: those of some readers in each batch."""
+        return (self.number + 1 + reader) % STATE_PERIOD == 0
 
 
 class ReaderSettings(NamedTuple):
@@ -178,5 +177,5 @@ class OwnReaders:
             if known is None or not known.continues_at(place.start):
                 state = states(number, self.epoch, place.start)
                 self._readers[number] = Reader(self._settings, number, self.epoch, place.start, state)
-            found.append(self._readers[number].read(place, keeps_state=batch.keeps_states))
+            found.append(self._readers[number].read(place, keeps_state=batch.keeps_state_of(number)))
         return found

@@ -9,14 +9,15 @@ import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from evermoe.data.plain_state import from_json, to_json
 
 logger = logging.getLogger(__name__)
 
-STATE_PERIOD = 8
-"""Batches between two states of a reader that its member takes."""
+STATE_PERIOD = 16
+"""Batches between two states of a reader."""
 EXCHANGE_PERIOD = 16
 """Minimum number of batches between two exchanges of states."""
 EXCHANGE_BYTES = 64 << 10
@@ -111,9 +112,9 @@ class ReaderStates:
     def keep(self, states: Sequence[bytes]) -> None:
         """Keep the states of all members' readers, the same on all of them, and set the next exchange."""
         for reader, state in (each for data in states for each in _divided(data)):
-            row = torch.frombuffer(bytearray(_headed(state)), dtype=torch.uint8)
-            self.tensor[reader].zero_()
-            self.tensor[reader, : len(row)] = row
+            data = np.frombuffer(_headed(state), np.uint8)
+            row = self.tensor[reader].numpy()
+            row[: len(data)], row[len(data) :] = data, 0
         nbytes = sum(map(len, states))
         period = nbytes // EXCHANGE_BYTES
         if not nbytes and not self.tensor.any():  # readers may have no states, or none yet
