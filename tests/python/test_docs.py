@@ -19,8 +19,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-NOT_RUN = {"docs/guides/pipelines.md": 1}
-"""Blocks that need a GPU or several machines, by page; each says why in a comment before it."""
+NOT_RUN = {"docs/guides/data.md": 3, "docs/guides/pipelines.md": 1}
+"""Blocks that need a GPU, several machines, a bucket or other packages, by page; a comment says why."""
 MAX_README_LINES = 200
 LONG, SHORT = "session.steps(1000)", "session.steps(150)"
 """A run that gives its reader time to kill a worker, and as much of it as shows what it prints."""

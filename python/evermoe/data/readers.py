@@ -30,7 +30,7 @@ class ElasticReaders:
     epoch without end.
 
         def open_reader(reader, readers):
-            return datasets.distributed.split_dataset_by_node(dataset, reader, readers)
+            return datasets.distributed.split_dataset_by_node(dataset, reader, readers, strategy="shards")
 
         data = evermoe.ElasticReaders(open_reader, readers=64, batch_size=512, num_workers=4)
         session = evermoe.Session(model, optimizer, data)

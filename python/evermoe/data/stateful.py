@@ -8,8 +8,9 @@ continue, these few items are read again.
 from __future__ import annotations
 
 import copy
+import inspect
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,8 +28,15 @@ def check_resumes(items: Any) -> None:
 
     Raises:
         UnsupportedState: the state would lose samples: it is a stream of Hugging Face datasets with a shuffle buffer,
-            or one of which each reader keeps every n-th example, or a `StatefulDataLoader` of data without a state.
+            or one of which each reader keeps every n-th example; a `StatefulDataLoader` of data without a state; or its
+            `state_dict` needs arguments.
     """
+    if _has_state(items) and _needs_arguments(items.state_dict):
+        raise UnsupportedState(
+            f"state_dict() of {type(items).__name__} needs arguments, so its state does not describe its own place: "
+            "expected state_dict() and load_state_dict(state) as torchdata defines them. Read a StreamingDataset of "
+            "mosaicml-streaming by index: torch.utils.data.Subset(dataset, range(start, stop))"
+        )
     data = getattr(items, "dataset", None)
     for part in (items, data):
         if hasattr(part, "_ex_iterable"):
@@ -40,6 +48,11 @@ def check_resumes(items: Any) -> None:
             f"some. Give {type(data).__name__} state_dict() and load_state_dict(), or use torch's DataLoader, which is "
             "read again from the start of its epoch"
         )
+
+
+def _needs_arguments(function: Callable[..., Any]) -> bool:
+    given = inspect.signature(function).parameters.values()
+    return any(each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD for each in given)
 
 
 def _check_stream(stream: Any) -> None:

@@ -17,6 +17,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 import evermoe
 from evermoe.data import Mixture, Packed, Shuffled
 from evermoe.errors import UnsupportedState
+from support.object_servers import KEY, SECRET
 from support.resuming import check_resuming
 
 SHARDS, EXAMPLES = 6, 5
@@ -141,15 +142,19 @@ def open_reader(reader, readers, stream):
     return split_dataset_by_node(stream, reader, readers, strategy="shards").select_columns(["id"])
 
 
-@pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.full)])
-def test_elastic_readers_read_each_example_once(stream, num_workers):
-    data = evermoe.ElasticReaders(
-        functools.partial(open_reader, stream=stream), readers=4, batch_size=8, num_workers=num_workers
-    )
+def all_ids(open_reader, num_workers):
+    """Return the ids of an epoch."""
+    data = evermoe.ElasticReaders(open_reader, readers=4, batch_size=8, num_workers=num_workers)
     found = []
     while not data.epoch:
         found += data.share(0, 1).batch["id"].tolist()
         data.advance()
+    return found
+
+
+@pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.full)])
+def test_elastic_readers_read_each_example_once(stream, num_workers):
+    found = all_ids(functools.partial(open_reader, stream=stream), num_workers)
     assert sorted(found) == list(range(SHARDS * EXAMPLES))
 
 
@@ -176,3 +181,49 @@ def test_mixtures_are_those_of_datasets_from_the_same_draws(monkeypatch):
         )
         expected = [example["id"] for example in theirs]
         assert ours[: len(expected)] == expected, "theirs ends as soon as the last item of a source has been drawn"
+
+
+def test_a_state_that_needs_arguments_is_refused():
+    class StreamingDataset(list):
+        """With the interface of mosaicml-streaming's."""
+
+        def state_dict(self, num_samples):
+            return {"sample_in_epoch": num_samples}
+
+        def load_state_dict(self, state):
+            self.start = state["sample_in_epoch"]
+
+    with pytest.raises(UnsupportedState, match="of StreamingDataset needs arguments"):
+        Shuffled(StreamingDataset(), 3)
+
+
+def test_global_batches_are_those_of_megatrons_samplers():
+    """By Megatron's rules: consecutive samples, or torch's permutation with the epoch as its seed."""
+    single, cyclic = evermoe.ElasticSampler(96, 16, shuffle=False), evermoe.ElasticSampler(96, 16, seed=0)
+    for epoch in range(3):
+        order = torch.randperm(96, generator=torch.Generator().manual_seed(epoch))
+        for start in range(0, 96, 16):
+            assert single.batch().tolist() == list(range(start, start + 16))
+            assert cyclic.batch().tolist() == order[start : start + 16].tolist()
+            single.advance(), cyclic.advance()
+
+
+def test_shards_in_s3_are_read_once_by_all_readers(s3, tmp_path):
+    for shard in range(4):
+        lines = [json.dumps({"id": shard * 5 + number}) + "\n" for number in range(5)]
+        (s3.folder / s3.bucket / f"part-{shard}.jsonl").write_text("".join(lines))
+    stream = datasets.load_dataset(
+        "json",
+        data_files=f"{s3.url}/part-*.jsonl",
+        split="train",
+        streaming=True,
+        cache_dir=str(tmp_path / "cache"),
+        storage_options={
+            "key": KEY,
+            "secret": SECRET,
+            "client_kwargs": {"endpoint_url": f"http://127.0.0.1:{s3.port}"},
+        },
+    )
+    for num_workers in (0, 2):
+        found = all_ids(functools.partial(open_reader, stream=stream), num_workers)
+        assert sorted(found) == list(range(20))
