@@ -1,4 +1,4 @@
-"""What readers cost a training thread, and who reads what: `ElasticReaders` and `ElasticLoader`, in one run.
+"""The cost of readers on a training thread, and the bytes that each member reads: `ElasticReaders` and `ElasticLoader`.
 
     python benches/bench_data.py [--json PATH] [--readers 64] [--members 1 2 8] [--batches 320] [--batch-size 256]
 
@@ -6,7 +6,7 @@ Each reader packs documents of a file into sequences of 128 tokens, with the tok
 plays all members in turns, and the times are those of the first: its own thread, per batch.
 
 "reading" is the time for its part of a batch from readers without states; "state" is what states add: they are taken,
-exchanged and kept. With a worker process they are taken there. `ElasticLoader` reads all sequences on each member.
+exchanged and kept. A worker process takes them itself. `ElasticLoader` reads all sequences on each member.
 "bytes" are those that a member reads from the files, relative to those of all batches.
 """
 
@@ -47,7 +47,7 @@ class Packed:
                 file.seek(self._place)
                 while line := file.readline():
                     Packed.nbytes += len(line)
-                    self._place = file.tell()
+                    self._place += len(line)
                     self._buffer = self._buffer + json.loads(line)
                     while len(self._buffer) >= LENGTH:
                         found, self._buffer = self._buffer[:LENGTH], self._buffer[LENGTH:]

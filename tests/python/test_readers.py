@@ -186,6 +186,26 @@ def test_a_reader_that_moves_continues_from_its_latest_state() -> None:
     assert sum(1 for reader, _ in Documents.read if reader >= 2) <= 6  # the others continue
 
 
+def test_data_with_an_index_is_not_read_again() -> None:
+    class Rows(list[int]):
+        read: ClassVar[list[int]] = []
+
+        def __getitem__(self, index: Any) -> Any:
+            Rows.read.append(index)
+            return super().__getitem__(index)
+
+    def new() -> ElasticReaders:
+        return ElasticReaders(lambda *_: Rows(range(100)), readers=2, batch_size=2, collate_fn=list)
+
+    job = Job(new, 2)
+    for _ in range(70):
+        job.step()
+    Rows.read.clear()
+    job.resize(1)
+    assert job.step() == (0, [70, 70])
+    assert sorted(Rows.read) in ([70, 71, 71], [70, 71, 71, 71])
+
+
 def test_each_member_reads_its_own_readers_alone() -> None:
     opened: list[set[int]] = []
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from evermoe.data.reader_states import STATE_PERIOD, ReaderState, packed, unpacked
-from evermoe.data.stateful import check_resumes
+from evermoe.data.stateful import END, Source
 from evermoe.process.seeds import seed_all
 
 OpenReader = Callable[[int, int], Iterable[Any]]
@@ -87,33 +87,19 @@ class Reader:
         self.number, self.epoch = number, epoch
         self.position = start
         """Number of the next sample to return."""
-        self._seeds = (settings.seed, epoch, number)
         self._ahead: deque[Any] = deque()
         """Samples that were read and are not returned yet."""
         self._last: list[Any] = []
         """Samples that were returned last."""
-        self._read = 0 if state is None else state.number
-        seed_all(*self._seeds)
-        self._source = settings.open_reader(number, settings.readers)
-        check_resumes(self._source)
-        parts: tuple[Any, ...] = (self._source, getattr(self._source, "dataset", None))
-        for part in parts:
-            if hasattr(part, "set_epoch"):
-                part.set_epoch(epoch)
-        if state is not None:
-            self._source.load_state_dict(unpacked(state.data))  # type: ignore[attr-defined]
-        self._iterator: Iterator[Any] | None = iter(self._source)
-        while self._read < start and self._fetch():
-            self._ahead.clear()
-
-    @property
-    def has_state(self) -> bool:
-        """Whether its iterable can describe its place and continue from it."""
-        return hasattr(self._source, "state_dict") and hasattr(self._source, "load_state_dict")
+        seed = hash((settings.seed, epoch, number)) % 2**62
+        seed_all(seed)
+        self._source = Source(settings.open_reader(number, settings.readers))
+        self._source.open(seed, epoch=epoch, position=None if state is None else unpacked(state.data))
+        self._source.skip_to(start)
 
     def continues_at(self, start: int) -> bool:
         """Return whether the sample of this number is the next one, or the first of those that were returned last."""
-        has_ended = self._iterator is None and not self._ahead
+        has_ended = self._source.is_over and not self._ahead
         return start in (self.position, self.position - len(self._last)) or (has_ended and start > self.position)
 
     def read(self, place: range, *, keeps_state: bool) -> ReaderPart:
@@ -125,25 +111,22 @@ class Reader:
             pass
         self._last = [self._ahead.popleft() for _ in range(min(len(place), len(self._ahead)))]
         self.position += len(self._last)
-        state = self._state() if keeps_state and self._last and not self._ahead and self.has_state else None
+        state = self._state() if keeps_state and self._last and not self._ahead else None
         has_more = bool(self._ahead) or self._fetch()
         return ReaderPart(self.number, self._last, len(place) - len(self._last), has_more, state)
 
     def _fetch(self) -> bool:
         """Read a sample ahead; return whether there was one."""
-        if self._iterator is None:
-            return False
-        seed_all(*self._seeds, self._read)
-        try:
-            self._ahead.append(next(self._iterator))
-        except StopIteration:
-            self._iterator = None
-            return False
-        self._read += 1
-        return True
+        sample = self._source.next()
+        if sample is not END:
+            self._ahead.append(sample)
+        return sample is not END
 
-    def _state(self) -> ReaderState:
-        return ReaderState(self.epoch, self._read, packed(self._source.state_dict()))  # type: ignore[attr-defined]
+    def _state(self) -> ReaderState | None:
+        if not self._source.has_state:
+            return None
+        self._source.mark()
+        return ReaderState(self.epoch, self._source.number, packed(self._source.position()))
 
 
 class OwnReaders:

@@ -40,7 +40,8 @@ class ElasticReaders:
 
     When members change, the others take over the readers of those that left. A reader whose iterable has `state_dict`
     and `load_state_dict` continues from its latest state that the members have exchanged, and reads again the few
-    samples since, without returning them; any other reads again from the start of its epoch. So an iterable must yield
+    samples since, without returning them; one with access by index
+    continues at an index, and any other reads again from the start of its epoch. So an iterable must yield
     the same samples in the same order whenever it is opened in the same epoch. Each sample is read with the global
     generators of `random`, NumPy and torch seeded from (seed, epoch, reader, sample).
 

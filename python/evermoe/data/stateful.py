@@ -95,7 +95,8 @@ class Source:
             raise ValueError(f"expected an iterable of items, got {type(items).__name__}")
         check_resumes(items)
         self._items: Any = items
-        self._has_state = _has_state(items)
+        self.has_state = _has_state(items)
+        """Whether it can describe its place and continue from it."""
         self._iterator: Iterator[Any] | None = None
         """None where no item is left."""
         self._seed = self._number = 0
@@ -124,26 +125,31 @@ class Source:
             if hasattr(part, "set_epoch"):
                 part.set_epoch(epoch)
         seed_all(seed)
-        is_over = position is not None and position["is_over"]
-        self._iterator = None if is_over else self._begun(number)
-        while self._iterator is not None and self._number < number:
-            if self.next() is END:
-                raise ValueError(
-                    f"expected the {number} items that {type(self._items).__name__} had before, and it has "
-                    f"{self._number}: an iterable must yield the same items in the same order when it is read again"
-                )
-        self._number = number
+        if position is not None and position["is_over"]:
+            self._iterator, self._number = None, number
+            return
+        self._iterator = iter(self._items) if self.has_state or not _has_indices(self._items) else self._from(0)
+        if not self.skip_to(number):
+            raise ValueError(
+                f"expected the {number} items that {type(self._items).__name__} had before, and it has "
+                f"{self._number}: an iterable must yield the same items in the same order when it is read again"
+            )
 
     def _load(self, state: Any) -> None:
         if self._beginning is None:
             self._beginning = copy.deepcopy(self._items.state_dict())
         self._items.load_state_dict(copy.deepcopy(self._beginning if state is None else state))
 
-    def _begun(self, number: int) -> Iterator[Any]:
-        if self._has_state or not _has_indices(self._items):
-            return iter(self._items)
-        self._number = number
+    def _from(self, number: int) -> Iterator[Any]:
         return (self._items[index] for index in range(number, len(self._items)))
+
+    def skip_to(self, number: int) -> bool:
+        """Leave out the items before that of a number; return whether the iterable has that many."""
+        if not self.has_state and _has_indices(self._items) and number > self._number:
+            self._number, self._iterator = min(number, len(self._items)), self._from(number)
+        while self._number < number and self.next() is not END:
+            pass
+        return self._number >= number
 
     def next(self) -> Any:
         """Return the next item, or `END`."""
@@ -170,7 +176,7 @@ class Source:
 
     def mark(self) -> None:
         """Note the state of the iterable, so that the items before it need not be read again."""
-        if self._has_state and self._iterator is not None and self._number > self._mark[0]:
+        if self.has_state and self._iterator is not None and self._number > self._mark[0]:
             self._mark = self._number, copy.deepcopy(self._items.state_dict())
 
     def position(self, back: int = 0) -> dict[str, Any]:
