@@ -21,7 +21,7 @@ from evermoe.data.readers import ElasticReaders
 from evermoe.data.sampler import Sampler, Share
 
 Change = tuple[str, int]
-"""What happens in a step, and the number of members after it."""
+"""An event in the life of a job, and the number of its members after it."""
 
 MAX_MEMBERS = 6
 
@@ -33,7 +33,7 @@ class Data:
     make: Callable[[], Sampler]
     """Makes the sampler of a member."""
     epoch: Counter[Hashable]
-    """How often each item is in an epoch; a sample that was put together from several items counts as all of them."""
+    """Number of times that each item is in an epoch; a sample that is made of several items counts as all of them."""
     items: Callable[[Any], Iterable[Hashable]] = lambda sample: [sample]
     """The items of a sample."""
 
@@ -100,11 +100,11 @@ class Job:
             member.load_state_dict(json.loads(state[0]))
 
     def _exchange(self) -> list[list[bytes] | None]:
-        """Return the states of all readers for each member, if it is time."""
+        """Return the states of all readers for each member; None before their next exchange."""
         states = [states_of(member) for member in self.members]
-        due = {each is not None and each.is_due for each in states}
-        assert len(due) == 1, "members disagree whether to exchange states"
-        if due == {False}:
+        exchanges = {each is not None and each.is_due for each in states}
+        assert len(exchanges) == 1, "members disagree whether to exchange states"
+        if exchanges == {False}:
             return [None] * len(states)
         own = [each.own() for each in states if each is not None]
         return [own] * len(states)
@@ -164,7 +164,7 @@ def changes(seed: int, size: int) -> Iterator[Change]:
 
 
 def run(data: Data, steps: int, planned: Iterable[Change], size: int, seed: int = 0) -> list[list[Any]]:
-    """Return what a job has committed when it has taken so many steps.
+    """Return what a job has committed after a number of committed steps.
 
     Args:
         data: of the job.
