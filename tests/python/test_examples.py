@@ -58,6 +58,15 @@ PRINTED = {
         "24 steps committed, 0 lost",
     ],
     "14_upcycle": ["the first loss is that of the dense model: True", "16 steps committed, 0 lost"],
+    "15_streaming": [
+        "training resumes at step 4 with 2 members",
+        "400 examples, each used once in each of 2 epochs: True",
+    ],
+    "16_packing": [
+        "training resumes at step 9 with 2 members",
+        "240 sequences, [23].% of the tokens are digits",
+        "the sequences are those that one process reads: True",
+    ],
 }
 """By example, patterns of lines that it must print."""
 
