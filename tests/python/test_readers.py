@@ -132,7 +132,8 @@ def reference(steps: int) -> list[tuple[int, list[tuple[int, int, int]]]]:
 @pytest.mark.parametrize("members", [1, 2, 3, 5, 9])
 def test_batches_are_the_same_for_any_number_of_members(members: int, has_state: bool) -> None:
     job = Job(lambda: make(has_state=has_state), members)
-    assert [job.step() for _ in range(120)] == reference(120)
+    assert [job.step() for _ in range(120)] == (expected := reference(120))
+    assert {member.consumed for member in job.members} == {sum(len(batch) for _, batch in expected)}
 
 
 @pytest.mark.parametrize("has_state", [True, False], ids=["stateful", "plain"])

@@ -295,6 +295,7 @@ SHARDED = {
 }
 """Copies of what Muon steps are a step late, so that a step that was taken may be repeated."""
 HABITS = {
+    "12: readers that end": Habit(loader=habit_data.batches_of_readers, readers=habit_data.readers, step=samples),
     "groups, tied, clipping, several backwards, cosine": Habit(
         model=lambda: Model(tied=True),
         optimizer=groups,
@@ -348,7 +349,6 @@ HABITS = {
         loader=lambda: torch.utils.data.DataLoader(habit_data.Stream(), batch_size=12), step=samples
     ),
     "12: loader with state": Habit(loader=habit_data.StatefulLoader, step=samples),
-    "12: readers that end": Habit(loader=habit_data.batches_of_readers, readers=habit_data.readers, step=samples),
     "12: a sampler of one's own": Habit(sampler=habit_data.OwnSampler),
     "14: tokens that are not padding": Habit(loss=padded, step=count_tokens),
     "14: tokens, micro-batches, gemini": Habit(

@@ -42,7 +42,7 @@ from support.refused_habits import (
     [(habit, "abc") for habit in HABITS]
     + [(habit, "abr") for habit in ("9: GradScaler", "14: tokens that are not padding")],
 )
-@pytest.mark.few(3)
+@pytest.mark.few(4)
 def test_equals_plain_training_through_a_death(start, habit, names):
     """`r` is a replica node, which computes no loss and repeats the steps from the gradients."""
     expected = plain(habit)
