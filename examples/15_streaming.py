@@ -59,7 +59,7 @@ def read(folder):
 
 
 class Model(nn.Module):
-    """Predicts each byte from the one before, with a mixture of experts."""
+    """Predicts each byte from the previous one, with a mixture of experts."""
 
     def __init__(self):
         super().__init__()

@@ -58,7 +58,7 @@ def open_reader(reader, readers):
 
 
 class Model(nn.Module):
-    """Predicts each token from the one before, with a mixture of experts."""
+    """Predicts each token from the previous one, with a mixture of experts."""
 
     def __init__(self):
         super().__init__()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -14,8 +15,12 @@ from evermoe.data.batches import Reading, Way, describe, read
 from evermoe.data.plain_state import from_json, to_json
 from evermoe.data.reader_states import STATE_PERIOD, ReaderState, ReaderStates, packed, unpacked
 from evermoe.data.sampler import Share
+from evermoe.data.stateful import check_resumes, has_state
+from evermoe.errors import UnsupportedState
 from evermoe.options import checked
 from evermoe.process.seeds import seeded
+
+logger = logging.getLogger(__name__)
 
 _END = object()
 _COUNTS = {"consumed": "consumed", "epoch": "_epoch", "taken": "_taken", "samples": "_samples"}
@@ -29,9 +34,10 @@ class ElasticLoader:
 
     To resume, a loader with `state_dict` and `load_state_dict`, such as torchdata's `StatefulDataLoader`, continues
     from its latest state that the members have kept, and skips the few batches since by reading them. Any other loader
-    is opened again and skips the samples of its epoch that were consumed. Its batch size may have changed; the first
-    batch is then cut where those samples end. Each epoch opens the loader again, after `set_epoch(epoch)` of the
-    loader, its sampler and its data set, if they have that method.
+    is opened again and skips the samples of its epoch that were consumed. So is one whose state would lose samples,
+    such as those in a shuffle buffer of Hugging Face datasets. Its batch size may have changed; the first batch is then
+    cut where those samples end. Each epoch opens the loader again, after `set_epoch(epoch)` of the loader, its sampler
+    and its data set, if they have that method.
 
     Each batch is read with the generators of `random`, NumPy and torch seeded from (seed, epoch, batch), and loader
     workers start with seeds from (seed, epoch). So all members shuffle and augment the same way, and reading a batch
@@ -75,10 +81,9 @@ class ElasticLoader:
         self._lists: dict[str, Way] = {}
         """Readings of lists in the batches so far, by their path."""
         nbytes = checked("state_bytes", state_bytes, int, least=64)
-        is_stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
-        self.states = ReaderStates(1, nbytes) if is_stateful else None
+        self.states = ReaderStates(1, nbytes) if _resumes(loader) else None
         """The loader's state, which a session exchanges among the members; None without one."""
-        self._first = self._state_at_start()
+        self._first = None if self.states is None else self._state_at_start()
         self._noted = 0
         """Number in the job of the batch before which the loader's state was taken last."""
 
@@ -261,6 +266,16 @@ def _read_seeded(iterator: Iterator[Any], seed: int, epoch: int, taken: int) -> 
         if batch is _END:
             return
         yield batch
+
+
+def _resumes(loader: Any) -> bool:
+    """Return whether a loader has a state that describes its place."""
+    try:
+        check_resumes(loader)
+    except UnsupportedState as error:
+        logger.warning("a process that resumes reads the batches of the epoch again: %s", error)
+        return False
+    return has_state(loader)
 
 
 def _length(reading: Reading) -> int:

@@ -31,7 +31,9 @@ def check_resumes(items: Any) -> None:
             or one of which each reader keeps every n-th example; a `StatefulDataLoader` of data without a state; or its
             `state_dict` needs arguments.
     """
-    if _has_state(items) and _needs_arguments(items.state_dict):
+    if not has_state(items):
+        return  # it is read again from its start
+    if _needs_arguments(items.state_dict):
         raise UnsupportedState(
             f"state_dict() of {type(items).__name__} needs arguments, so its state does not describe its own place: "
             "expected state_dict() and load_state_dict(state) as torchdata defines them. Read a StreamingDataset of "
@@ -41,7 +43,7 @@ def check_resumes(items: Any) -> None:
     for part in (items, data):
         if hasattr(part, "_ex_iterable"):
             _check_stream(part)
-    is_stateless = isinstance(data, IterableDataset) and not _has_state(data)
+    is_stateless = isinstance(data, IterableDataset) and not has_state(data)
     if type(items).__name__ == "StatefulDataLoader" and is_stateless:
         raise UnsupportedState(
             "torchdata's StatefulDataLoader counts items twice when it resumes data without a state, and would skip "
@@ -95,7 +97,7 @@ class Source:
             raise ValueError(f"expected an iterable of items, got {type(items).__name__}")
         check_resumes(items)
         self._items: Any = items
-        self.has_state = _has_state(items)
+        self.has_state = has_state(items)
         """Whether it can describe its place and continue from it."""
         self._iterator: Iterator[Any] | None = None
         """None where no item is left."""
@@ -190,7 +192,8 @@ class Source:
         return {"number": self._number - back, "at": at, "state": state, "is_over": is_over}
 
 
-def _has_state(items: Any) -> bool:
+def has_state(items: Any) -> bool:
+    """Return whether an iterable can describe its place and continue from it."""
     return hasattr(items, "state_dict") and hasattr(items, "load_state_dict")
 
 

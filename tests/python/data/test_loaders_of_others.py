@@ -227,3 +227,41 @@ def test_shards_in_s3_are_read_once_by_all_readers(s3, tmp_path):
     for num_workers in (0, 2):
         found = all_ids(functools.partial(open_reader, stream=stream), num_workers)
         assert sorted(found) == list(range(20))
+
+
+@pytest.mark.parametrize("kind", ["shuffle buffer", "no state", "state"])
+def test_elastic_loader_skips_no_sample_of_torchdatas_loader(stream, kind, caplog):
+    """Resumed again and again; a loader whose state would lose samples reads its epoch again."""
+
+    def make():
+        data = Numbers() if kind == "no state" else copy.deepcopy(stream).select_columns(["id"])
+        data = data.shuffle(seed=1, buffer_size=7) if kind == "shuffle buffer" else data
+        return evermoe.ElasticLoader(StatefulDataLoader(data, batch_size=4))
+
+    def take(loader, count):
+        found = []
+        for _ in range(count):
+            batch = loader.batch()
+            found.append((batch if kind == "no state" else batch["id"]).tolist())
+            loader.advance()
+        return found
+
+    expected, found = take(make(), 20), []
+    state, states = None, b""
+    while len(found) < 20:
+        loader = make()
+        if loader.states is not None and states:
+            loader.states.keep([states])
+        if state is not None:
+            loader.load_state_dict(state)
+        found += take(loader, 3 + len(found) % 2)
+        loader.share(0, 1)
+        state = json.loads(json.dumps(loader.state_dict()))
+        states = b"" if loader.states is None else loader.states.own()
+    assert found[:20] == expected
+    assert ("reads the batches of the epoch again" in caplog.text) == (kind != "state")
+
+
+def test_a_loader_without_a_state_may_have_a_shuffle_buffer(stream):
+    loader = torch.utils.data.DataLoader(stream.shuffle(seed=0, buffer_size=10), batch_size=None)
+    check_resuming(lambda: Shuffled(loader, 3), at=[0, 5])
