@@ -1,6 +1,6 @@
 """The cost of readers on a training thread, and the bytes that each member reads: `ElasticReaders` and `ElasticLoader`.
 
-    python benches/bench_data.py [--json PATH] [--readers 64] [--members 1 2 8] [--batches 320] [--batch-size 256]
+    python benches/bench_data.py [--json PATH] [--readers 64] [--members 1 8] [--batches 160] [--batch-size 256]
 
 Each reader packs documents of a file into sequences of 128 tokens, with the tokens left over in its state. One process
 plays all members in turns, and the times are those of the first: its own thread, per batch.
@@ -25,7 +25,7 @@ from common import Table, where
 
 LENGTH, DOCUMENTS = 128, 400
 """Tokens of a sequence, and documents of a file."""
-ROUNDS = 3
+ROUNDS = 2
 
 
 class Packed:
@@ -119,8 +119,8 @@ def main():
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     made.add_argument("--json", help="file for the results")
     made.add_argument("--readers", type=int, default=64)
-    made.add_argument("--members", type=int, nargs="+", default=[1, 2, 8])
-    made.add_argument("--batches", type=int, default=320)
+    made.add_argument("--members", type=int, nargs="+", default=[1, 8])
+    made.add_argument("--batches", type=int, default=160)
     made.add_argument("--batch-size", type=int, default=256)
     chosen = made.parse_args()
     columns = {

@@ -40,7 +40,7 @@ from support.refused_habits import (
 @pytest.mark.parametrize(
     ("habit", "names"),
     [(habit, "abc") for habit in HABITS]
-    + [(habit, "abr") for habit in ("9: GradScaler", "14: tokens that are not padding")],
+    + [(habit, "abr") for habit in ("12: readers that end", "9: GradScaler", "14: tokens that are not padding")],
 )
 @pytest.mark.few(4)
 def test_equals_plain_training_through_a_death(start, habit, names):
