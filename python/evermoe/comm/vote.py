@@ -71,10 +71,15 @@ class Ballot(NamedTuple):
 
     @property
     def mean_loss(self) -> float:
-        """The global batch's mean loss; NaN if sums have no terms."""
+        """The global batch's mean loss; NaN if sums have no terms, or the batch has no samples."""
         if not self.counting:
-            return self.loss / (1 - self.missing)
+            return math.nan if self.is_empty else self.loss / (1 - self.missing)
         return self.loss / self.counted if self.counted else math.nan
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether all samples of the batch are missing."""
+        return self.missing > 1 - 1e-9
 
     @property
     def loss_scale(self) -> float:

@@ -2,29 +2,44 @@
 
 from __future__ import annotations
 
+import sys
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from evermoe.data.reader_states import STATE_PERIOD, ReaderState, packed, unpacked
-from evermoe.data.stateful import END, Source
+from evermoe.data.stateful import END, FAILED, Source
+from evermoe.errors import UnsupportedState
 from evermoe.process.seeds import seed_all
 
 OpenReader = Callable[[int, int], Iterable[Any]]
 """Opens a reader: gets its number and that of all readers, and returns its samples in an order of their own."""
 
 
+class SampleFailure(NamedTuple):
+    """A sample of a reader, or an item of which it makes samples, that is left out."""
+
+    number: int
+    """Number of the sample in the epoch of the reader, or of the item in its source."""
+    reason: str
+    """Class and message of what it has raised."""
+
+
 class ReaderPart(NamedTuple):
     """Samples of one reader for a global batch."""
 
     reader: int
-    samples: list[Any]
+    samples: dict[int, Any]
+    """By their numbers in the reader."""
     missing: int
-    """Samples that it should have given, but no longer has in this epoch."""
+    """Samples that it should have given: it has no more in this epoch, or they are left out."""
     has_more: bool
     """Whether it has another sample in this epoch."""
     state: ReaderState | None
     """Its state after these samples, every `STATE_PERIOD` batches."""
+    failures: list[SampleFailure]
+    """Samples and items that are left out."""
 
 
 class Batch(NamedTuple):
@@ -63,6 +78,8 @@ class ReaderSettings(NamedTuple):
     open_reader: OpenReader
     readers: int
     seed: int
+    skips_errors: bool
+    """Whether samples that raise an exception are left out."""
 
 
 class Reader:
@@ -79,6 +96,7 @@ class Reader:
 
     Raises:
         UnsupportedState: the state of its iterable does not describe its place.
+        RuntimeError: a sample has raised an exception; the message names it.
     """
 
     def __init__(
@@ -90,12 +108,36 @@ class Reader:
         self._ahead: deque[Any] = deque()
         """Samples that were read and are not returned yet."""
         self._last: list[Any] = []
-        """Samples that were returned last."""
+        """Samples that were returned last, and `FAILED` for those that are left out."""
+        self._skips_errors = settings.skips_errors
+        self._failures: dict[int, list[SampleFailure]] = {}
+        """Samples and items that were left out, by the number of the sample with which they are reported."""
+        self._new: list[SampleFailure] = []
+        """Those since the last sample."""
         seed = hash((settings.seed, epoch, number)) % 2**62
         seed_all(seed)
         self._source = Source(settings.open_reader(number, settings.readers))
-        self._source.open(seed, epoch=epoch, position=None if state is None else unpacked(state.data))
-        self._source.skip_to(start)
+        if self._skips_errors:
+            self._source.skip_errors(lambda item, error: self._new.append(SampleFailure(item, _reason(error))))
+        with self._naming():
+            self._source.open(seed, epoch=epoch, position=None if state is None else unpacked(state.data))
+            self._source.skip_to(start)
+        if start:
+            self._new.clear()  # they were reported with the samples before
+
+    @contextmanager
+    def _naming(self) -> Iterator[None]:
+        """Name the sample that raises an exception."""
+        try:
+            yield
+        except UnsupportedState:
+            raise
+        except Exception as error:
+            hint = "" if self._skips_errors else ". ElasticReaders(on_error='skip') leaves out samples that raise"
+            raise RuntimeError(
+                f"sample {self._source.number} of reader {self.number} in epoch {self.epoch} has raised "
+                f"{_reason(error)}{hint}"
+            ) from error
 
     def continues_at(self, start: int) -> bool:
         """Return whether the sample of this number is the next one, or the first of those that were returned last."""
@@ -112,14 +154,23 @@ class Reader:
         self._last = [self._ahead.popleft() for _ in range(min(len(place), len(self._ahead)))]
         self.position += len(self._last)
         state = self._state() if keeps_state and self._last and not self._ahead else None
-        has_more = bool(self._ahead) or self._fetch()
-        return ReaderPart(self.number, self._last, len(place) - len(self._last), has_more, state)
+        while not (has_more := any(sample is not FAILED for sample in self._ahead)) and self._fetch():
+            pass
+        samples = {number: sample for number, sample in zip(place, self._last, strict=False) if sample is not FAILED}
+        self._failures = {number: found for number, found in self._failures.items() if number >= place.start}
+        end = place.stop if has_more else sys.maxsize
+        failures = [each for number, found in self._failures.items() if number < end for each in found]
+        return ReaderPart(self.number, samples, len(place) - len(samples), has_more, state, failures)
 
     def _fetch(self) -> bool:
-        """Read a sample ahead; return whether there was one."""
-        sample = self._source.next()
+        """Read a sample ahead, or `FAILED` in place of one that is left out; return whether there was any."""
+        with self._naming():
+            sample = self._source.next_or_failed()
         if sample is not END:
             self._ahead.append(sample)
+        if self._new:
+            self._failures.setdefault(max(0, self._source.number - 1), []).extend(self._new)
+            self._new = []
         return sample is not END
 
     def _state(self) -> ReaderState | None:
@@ -162,3 +213,7 @@ class OwnReaders:
                 self._readers[number] = Reader(self._settings, number, self.epoch, place.start, state)
             found.append(self._readers[number].read(place, keeps_state=batch.keeps_state_of(number)))
         return found
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"

@@ -15,6 +15,9 @@ from evermoe.data.reader import Batch, OwnReaders, Reader, ReaderPart, ReaderSet
 from evermoe.data.reader_states import ReaderState, ReaderStates
 from evermoe.process.seeds import seeded
 
+SPARE_SAMPLES = 16
+"""Samples of a reader among which one is looked for that raises no exception."""
+
 
 class Feed(IterableDataset[Tensor]):
     """The parts of a member's batches from one on, without end: read by worker processes, each with some readers.
@@ -80,7 +83,7 @@ class ReaderSource:
                     self._own = OwnReaders(self._settings, epoch)
                 parts = self._own.read(owned, batch, self._states.before)
         for part in parts:
-            self._spare = part.samples[:1] or self._spare
+            self._spare = list(part.samples.values())[:1] or self._spare
         return parts
 
     def _from_workers(self, epoch: int, owned: range, batch: Batch) -> list[ReaderPart]:
@@ -103,7 +106,8 @@ class ReaderSource:
         count = self._settings.readers
         for number in range(count) if not self._spare else ():
             with seeded(self._settings.seed, epoch):
-                self._spare = Reader(self._settings, number, epoch, 0, None).read(range(1), keeps_state=False).samples
+                part = Reader(self._settings, number, epoch, 0, None).read(range(SPARE_SAMPLES), keeps_state=False)
+            self._spare = list(part.samples.values())[:1]
             if self._spare:
                 break
         if not self._spare:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.utils.data import default_collate
 
 from evermoe.data.batches import Reading, read
-from evermoe.data.reader import Batch, OpenReader, OwnReaders, ReaderPart, ReaderSettings
+from evermoe.data.reader import Batch, OpenReader, OwnReaders, ReaderPart, ReaderSettings, SampleFailure
 from evermoe.data.reader_source import ReaderSource
 from evermoe.data.reader_states import ReaderStates
 from evermoe.data.sampler import Share
@@ -58,6 +58,13 @@ class ElasticReaders:
         prefetch_factor: batches that each of them reads ahead. What no step has used is read again after a change of
             members.
         state_bytes: bytes kept on each member for the state of each reader, compressed.
+        on_error: action where a sample raises an exception. "raise": end the member with a `RuntimeError` that names
+            the reader, the epoch and the number of the sample; the others, which take its readers over, end the same
+            way. "skip": leave the sample out, with a warning and the event `SampleSkipped`. It keeps its number: all
+            other samples stay in their batches, and its batch has one less. A failed item of a source of
+            `evermoe.data.Packed`, `Mixture` or `Shuffled` is left out of what these make. A generator cannot continue
+            after an exception, so "skip" needs data with access by index, `map(function, items)`, or an iterator whose
+            `__next__` continues.
 
     Raises:
         ValueError: an option is wrong.
@@ -74,12 +81,13 @@ class ElasticReaders:
         num_workers: int = 0,
         prefetch_factor: int = 2,
         state_bytes: int = 64 << 10,
+        on_error: Literal["raise", "skip"] = "raise",
     ) -> None:
         if not callable(open_reader):
             raise ValueError(f"expected open_reader to be a function of (reader, readers), got {open_reader!r}")
-        self._settings = ReaderSettings(
-            open_reader, checked("readers", readers, int, least=1), checked("seed", seed, int)
-        )
+        skips_errors = checked("on_error", on_error, Literal["raise", "skip"]) == "skip"
+        count, seed = checked("readers", readers, int, least=1), checked("seed", seed, int)
+        self._settings = ReaderSettings(open_reader, count, seed, skips_errors)
         self.batch_size = self._checked_size(batch_size)
         self._given_size, self._collate = self.batch_size, collate_fn
         workers = checked("num_workers", num_workers, int, least=0)
@@ -135,9 +143,7 @@ class ElasticReaders:
     def _make_share(self) -> Share:
         count, size = self._settings.readers, self._batch.size
         found = [
-            (number * count + part.reader, sample)
-            for part in self._parts
-            for number, sample in zip(self._batch.place_of(part.reader, count), part.samples, strict=False)
+            (number * count + part.reader, sample) for part in self._parts for number, sample in part.samples.items()
         ]
         found.sort(key=lambda each: each[0])
         weight = len(found) / size
@@ -160,6 +166,11 @@ class ElasticReaders:
     def agree(self, missing: float, remaining: float) -> None:
         """Note the sums of all members' shares of the next batch, by which all of them end the epoch."""
         self._agreed = missing, remaining
+
+    @property
+    def failures(self) -> list[tuple[int, SampleFailure]]:
+        """Samples and items of this member's part of the next batch that are left out, each with its reader."""
+        return [(part.reader, each) for part in self._parts for each in part.failures]
 
     def advance(self) -> None:
         """Count the batch as consumed: its step is committed."""
@@ -186,7 +197,7 @@ class ElasticReaders:
         while has_more:
             with seeded(self._settings.seed, 0):
                 parts = own.read(owned, batch, lambda *_: None)
-            samples = list(itertools.chain.from_iterable(part.samples for part in parts))
+            samples = list(itertools.chain.from_iterable(part.samples.values() for part in parts))
             if samples:
                 yield self._collate(samples)
             has_more, batch = any(part.has_more for part in parts), batch.next

@@ -21,6 +21,11 @@ from evermoe.process.seeds import preserved, seed_all
 
 END = object()
 """Returned instead of an item where there is none left."""
+FAILED = object()
+"""Returned instead of an item that has raised and is left out."""
+
+OnError = Callable[[int, Exception], None]
+"""Called with the number of an item that is left out, and what it has raised."""
 
 
 def check_resumes(items: Any) -> None:
@@ -107,6 +112,16 @@ class Source:
         """A number of items, and the state of the iterable after them; None for the beginning."""
         self._beginning: Any = None
         """The state of the iterable before another one was loaded."""
+        self._on_error: OnError | None = None
+        """Called with items that are left out; None to leave out none."""
+        self._has_failed = False
+        """Whether the item before the next one has raised."""
+
+    def skip_errors(self, on_error: OnError) -> None:
+        """Leave out items that raise an exception, also of the sources of which the items are made."""
+        self._on_error = on_error
+        for source in self._items._sources if isinstance(self._items, Stateful) else ():
+            source.skip_errors(on_error)
 
     def open(self, seed: int, *, epoch: int, position: Mapping[str, Any] | None = None) -> None:
         """Begin an epoch, or continue from a position in it.
@@ -120,6 +135,7 @@ class Source:
         if position is not None:
             number, self._mark = position["number"], (position["at"], position["state"])
         self._number, state = self._mark
+        self._has_failed = False
         if state is not None or self._beginning is not None:
             self._load(state)
         parts: tuple[Any, ...] = (self._items, getattr(self._items, "dataset", None))
@@ -130,7 +146,7 @@ class Source:
         if position is not None and position["is_over"]:
             self._iterator, self._number = None, number
             return
-        self._iterator = iter(self._items) if self.has_state or not _has_indices(self._items) else self._from(0)
+        self._iterator = self._from(0) if self._has_indices else iter(self._items)
         if not self.skip_to(number):
             raise ValueError(
                 f"expected the {number} items that {type(self._items).__name__} had before, and it has "
@@ -147,24 +163,59 @@ class Source:
 
     def skip_to(self, number: int) -> bool:
         """Leave out the items before that of a number; return whether the iterable has that many."""
-        if not self.has_state and _has_indices(self._items) and number > self._number:
+        if self._has_indices and number > self._number:
             self._number, self._iterator = min(number, len(self._items)), self._from(number)
-        while self._number < number and self.next() is not END:
+        while self._number < number and self.next_or_failed() is not END:
             pass
         return self._number >= number
 
     def next(self) -> Any:
-        """Return the next item, or `END`."""
+        """Return the next item that is not left out, or `END`."""
+        while (item := self.next_or_failed()) is FAILED:
+            pass
+        return item
+
+    def next_or_failed(self) -> Any:
+        """Return the next item, `FAILED` for one that is left out, or `END`.
+
+        Raises:
+            RuntimeError: the iterator has ended at an item that was left out, and may have lost those after it.
+        """
         if self._iterator is None:
             return END
         if not isinstance(self._items, Stateful):  # which does so for its own items
             seed_all(self._seed, self._number)
-        item = next(self._iterator, END)
+        try:
+            item = next(self._iterator, END)
+        except UnsupportedState:
+            raise
+        except Exception as error:
+            if self._on_error is None:
+                raise
+            self._on_error(self._number, error)
+            item = FAILED
         if item is END:
+            self._check_end()
             self._iterator = None
-        else:
-            self._number += 1
+            return END
+        self._number, self._has_failed = self._number + 1, item is FAILED
+        if item is FAILED and self._has_indices:
+            self._iterator = self._from(self._number)
         return item
+
+    @property
+    def _has_indices(self) -> bool:
+        """Whether items are read by their indices."""
+        return not self.has_state and _has_indices(self._items)
+
+    def _check_end(self) -> None:
+        continues = self._has_indices or isinstance(self._iterator, map)
+        if self._has_failed and not continues:
+            raise RuntimeError(
+                f"the iterator of {type(self._items).__name__} has ended with item {self._number - 1}, which has "
+                "raised an exception, and may have lost all items after it, as a generator does. To leave such items "
+                "out, return data with access by index, map(function, items), or an iterator whose __next__ continues"
+            )
 
     @property
     def number(self) -> int:

@@ -24,6 +24,7 @@ from evermoe.events.step_events import (
     Gather,
     Measured,
     Reduce,
+    SampleSkipped,
     Send,
     Skipped,
     SlowLoader,
@@ -36,7 +37,7 @@ from evermoe.events.step_events import (
 __all__ = [
     "Begin", "Checkpoint", "ChunkSent", "Commit", "Confirm", "ConnectionLost", "Copy", "CoverageChanged",
     "Damaged", "Event", "Gather", "GradientsLogged", "Joined", "Measured", "MemberLost", "Phase",
-    "ProtectionPlanned", "Recovered", "Reduce", "Send", "Skipped", "SlowLoader", "SnapshotReceived", "StandsBy",
-    "Update", "Verified", "Vote",
+    "ProtectionPlanned", "Recovered", "Reduce", "SampleSkipped", "Send", "Skipped", "SlowLoader",
+    "SnapshotReceived", "StandsBy", "Update", "Verified", "Vote",
 ]
 # fmt: on

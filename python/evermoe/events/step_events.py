@@ -154,6 +154,20 @@ class SlowLoader(Event):
 
 
 @dataclass(frozen=True)
+class SampleSkipped(Event):
+    """A sample of this member's readers has raised an exception, and is left out of a step that was taken."""
+
+    step: int
+    reader: int
+    epoch: int
+    number: int
+    """Number of the sample in the epoch of the reader; of an item of which samples are made, its number in its source.
+    """
+    reason: str
+    """Class and message of the exception."""
+
+
+@dataclass(frozen=True)
 class Protocol(Event):
     """An input of the commit protocol and the commands that it returned; tests replay them."""
 

@@ -20,6 +20,7 @@ from evermoe.events import (
     MemberLost,
     Phase,
     Recovered,
+    SampleSkipped,
     Skipped,
     SlowLoader,
     Verified,
@@ -85,6 +86,7 @@ METRICS = (
     _Metric("Counter", "steps_lost", "Committed steps that were undone"),
     _Metric("Counter", "tokens_lost", "Tokens whose updates experts have lost"),
     _Metric("Counter", "skipped", "Updates skipped because a loss or a gradient was not finite"),
+    _Metric("Counter", "skipped_samples", "Samples of this member that have raised exceptions and were left out"),
     _Metric("Counter", "fetched_bytes", "Bytes that this member fetched in recoveries"),
 )
 """All metrics except `evermoe_state`."""
@@ -132,6 +134,7 @@ class Metrics:
     | `evermoe_steps_lost_total` | counter | committed steps that were undone |
     | `evermoe_tokens_lost_total` | counter | tokens whose updates experts have lost |
     | `evermoe_skipped_total` | counter | updates skipped because a loss or a gradient was not finite |
+    | `evermoe_skipped_samples_total` | counter | samples of this member that were left out: `SampleSkipped` |
     | `evermoe_fetched_bytes_total` | counter | bytes that this member fetched in recoveries |
 
     Args:
@@ -166,6 +169,7 @@ class Metrics:
             Commit: self._note_commit,
             Measured: self._note_measured,
             Skipped: lambda event: self._of["skipped"].inc(),
+            SampleSkipped: lambda event: self._of["skipped_samples"].inc(),
             SlowLoader: lambda event: self._of["slow_loader"].labels(kind=event.kind).inc(),
             CoverageChanged: self._note_covered,
             MemberLost: lambda event: self._of["lost_members"].labels(kind=event.kind).inc(),

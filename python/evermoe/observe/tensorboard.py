@@ -10,7 +10,18 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from evermoe.events import Commit, CoverageChanged, Damaged, Event, Measured, Recovered, Skipped, SlowLoader, Verified
+from evermoe.events import (
+    Commit,
+    CoverageChanged,
+    Damaged,
+    Event,
+    Measured,
+    Recovered,
+    SampleSkipped,
+    Skipped,
+    SlowLoader,
+    Verified,
+)
 from evermoe.process.warn import warn
 
 if TYPE_CHECKING:
@@ -39,7 +50,7 @@ class TensorBoard:
     | `recovery/PHASE`, `recovery/total` | step of resumption | seconds, of `Recovered` |
     | `recovery/steps_lost`, `recovery/tokens_lost`, `recovery/fetched_bytes` | step of resumption | of `Recovered` |
     | `skipped`, `damaged` | steps taken | updates left out, damaged copies found, so far |
-    | `slow_loader` | steps taken | times that the loader was found to be slow or stuck, so far |
+    | `slow_loader`, `skipped_samples` | steps taken | slow or stuck loaders, samples left out, so far |
 
     TensorBoard shows each folder as a run: give every member a subfolder of a common one. A step that a failure undoes
     has two points in its curves. If the disk is full, a warning is issued once and training continues. While the disk
@@ -67,6 +78,7 @@ class TensorBoard:
             Recovered: self._note_recovered,
             Skipped: lambda event: self._count("skipped"),
             Damaged: lambda event: self._count("damaged"),
+            SampleSkipped: lambda event: self._count("skipped_samples"),
             SlowLoader: lambda event: self._count("slow_loader"),
         }
         self._step = 0

@@ -212,7 +212,9 @@ def refuse_nonfinite(sums: Ballot, step: int, nodes: Sequence[str]) -> None:
     if sums.is_finite:
         return
     rank = sums.nonfinite_rank
-    if rank is not None:
+    if sums.is_empty:
+        source = "as all samples of its batch have raised exceptions and are left out"
+    elif rank is not None:
         source = f"from rank {rank} on {nodes[rank]}"
     else:
         source = f"from {sums.nonfinite:.0f} members" if sums.nonfinite else "in the sums over the members"

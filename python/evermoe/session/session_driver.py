@@ -52,7 +52,7 @@ class SessionDriver(RecoveryDriver):
         self.role_request = RoleRequest(folder, self._config.membership.role, self.lost.turn, leave)
         self.loader = LoaderWatch(self._script.sampler, self._membership, self._emit)
         self.guard = ScriptGuard(self._script.model, self._script.optimizer)
-        self._data = DataAdvance(self._script.sampler, self._group)
+        self._data = DataAdvance(self._script.sampler, self._group, self._emit)
         self._reduced = ReducedGradients(self._script, self._state, self._group, self._config)
         if self._trains:
             self._save_progress()
@@ -251,7 +251,7 @@ class SessionDriver(RecoveryDriver):
                 self._state.expert_load.add_step()
             self._script.loss_scale.update(has_overflowed=clip is None)
             loop_state.advance(self._script.scheduler, self.results.loss)
-            self._data.advance(sums)
+            self._data.advance(self._step - 1, sums)
             self._save_progress()
         arrived = self._protection.first.version
         if arrived is not None:  # with this vote; members that had no part in its steps report none of them

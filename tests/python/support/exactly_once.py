@@ -36,6 +36,8 @@ class Data:
     """Number of times that each item is in an epoch; a sample that is made of several items counts as all of them."""
     items: Callable[[Any], Iterable[Hashable]] = lambda sample: [sample]
     """The items of a sample."""
+    failing: frozenset[tuple[int, int]] = frozenset()
+    """Readers and numbers of items that raise exceptions, and are left out."""
 
 
 class Job:
@@ -52,6 +54,8 @@ class Job:
         self.members = [self._make() for _ in range(size)]
         self.committed: list[list[Any]] = []
         """The samples of each committed step, in the order of the global batch."""
+        self.failures: list[list[Any]] = []
+        """Samples and items that were left out of each committed step, as they have raised exceptions."""
         self._versions = [self._state()]
         """The state after each number of committed steps."""
 
@@ -67,6 +71,7 @@ class Job:
             assert abs(share.weight - own / total) < 1e-6, "a weight is not the part of the batch"
         if not is_taken:
             return
+        self.failures.append(sorted(each for member in self.members for each in getattr(member, "failures", ())))
         for member, given in zip(self.members, self._exchange(), strict=True):
             if given is not None:
                 states_of(member).keep(given)
@@ -88,7 +93,7 @@ class Job:
             self.step(is_taken=False)
         if kind in ("restart", "back"):
             version = self._chance.randrange(max(0, len(self.committed) - 30), len(self.committed) + 1)
-            del self.committed[version:], self._versions[version + 1 :]
+            del self.committed[version:], self.failures[version:], self._versions[version + 1 :]
         state = self._versions[-1]
         kept = [] if kind == "restart" else self._chance.sample(self.members, min(size, len(self.members)))
         new = [self._make() for _ in range(size - len(kept))]
@@ -138,14 +143,6 @@ def in_order(shares: list[Share]) -> list[Any]:
     return [sample for _, sample in sorted(found, key=lambda each: each[0])]
 
 
-def alone(data: Data, steps: int) -> list[list[Any]]:
-    """Return the samples of each step of one member that nothing happens to."""
-    job = Job(data, 1)
-    for _ in range(steps):
-        job.step()
-    return job.committed
-
-
 def changes(seed: int, size: int) -> Iterator[Change]:
     """Yield what happens at random to a job that begins with some members, without end."""
     chance = random.Random(seed)
@@ -163,8 +160,8 @@ def changes(seed: int, size: int) -> Iterator[Change]:
         yield kind, size
 
 
-def run(data: Data, steps: int, planned: Iterable[Change], size: int, seed: int = 0) -> list[list[Any]]:
-    """Return what a job has committed after a number of committed steps.
+def run(data: Data, steps: int, planned: Iterable[Change] = (), size: int = 1, seed: int = 0) -> Job:
+    """Return a job after a number of committed steps.
 
     Args:
         data: of the job.
@@ -180,14 +177,16 @@ def run(data: Data, steps: int, planned: Iterable[Change], size: int, seed: int 
             job.step(is_taken=kind == "commit")
         else:
             job.change(kind, size)
-    return job.committed
+    return job
 
 
-def check_exactly_once(data: Data, committed: list[list[Any]], *, epochs: int) -> None:
+def check_exactly_once(data: Data, job: Job, *, epochs: int) -> None:
     """Check that each of the first epochs has every item as often as the data has it, and not one more."""
-    every = [item for batch in committed for sample in batch for item in data.items(sample)]
+    every = [item for batch in job.committed for sample in batch for item in data.items(sample)]
     size = data.epoch.total()
     assert len(every) >= epochs * size, f"{len(every)} items are committed, expected {epochs} epochs of {size}"
     for number in range(epochs):
         found = Counter(every[number * size : (number + 1) * size])
         assert found == data.epoch, f"epoch {number}: too often {found - data.epoch}, too seldom {data.epoch - found}"
+    reported = Counter((reader, failure.number) for failures in job.failures for reader, failure in failures)
+    assert reported.keys() == data.failing and all(count >= epochs for count in reported.values())
