@@ -201,6 +201,30 @@ def test_a_state_costs_at_most_two_blocks_of_reading():
     assert Stream.read <= 21
 
 
+def test_a_mixture_continues_from_the_states_of_its_sources():
+    def make():
+        return Mixture([Stream(range(200)), Stream(range(200))])
+
+    made = opened(make, 0)
+    list(itertools.islice(made, 100))
+    state = state_of(made)
+    Stream.read = 0
+    next(iter(opened(make, 0, state)))
+    assert Stream.read == 1
+
+
+def test_the_state_of_documents_is_taken_once_for_each_sequence():
+    class Counted(Stream):
+        taken = 0
+
+        def state_dict(self):
+            Counted.taken += 1
+            return super().state_dict()
+
+    sequences = len(list(Packed(Counted([[1, 2]] * 100), 20)))
+    assert sequences == 10 and Counted.taken <= sequences + 1
+
+
 STRATEGIES = ["first_exhausted", "all_exhausted", "all_exhausted_without_replacement"]
 
 
