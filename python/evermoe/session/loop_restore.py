@@ -8,6 +8,8 @@ that join. The unit itself is not written here: other nodes have copies of it wi
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -30,12 +32,22 @@ class LoopRestore:
 
     Args:
         parts: of the loop, before the first step.
+        reading: measures the wait for a sampler that reads again what the job has consumed before a step.
         group: the members that train.
         job: name of the job.
         takes_own: whether a job whose processes all start again takes the settings of the script.
     """
 
-    def __init__(self, parts: LoopParts, group: Group, job: str, *, takes_own: bool) -> None:
+    def __init__(
+        self,
+        parts: LoopParts,
+        reading: Callable[[int], AbstractContextManager[None]],
+        group: Group,
+        job: str,
+        *,
+        takes_own: bool,
+    ) -> None:
+        self._reading = reading
         self._parts, self._group, self._job, self._takes_own = parts, group, job, takes_own
         self._settings = loop_state.settings_of(parts, is_used=takes_own)
         self._has_own = False
@@ -61,7 +73,8 @@ class LoopRestore:
         except PeerLost as lost:
             self._group.drop(str(lost))
             progress = progress if mine is None else mine
-        loop_state.restore(progress, self._parts)
+        with self._reading(step):
+            loop_state.restore(progress, self._parts)
 
     def _agree(
         self, progress: dict[str, Any], mine: dict[str, Any] | None, step: int, *, is_new: bool

@@ -46,6 +46,7 @@ from evermoe.process.memory_folder import DEFAULT, job_folder, node_name
 from evermoe.session import ended_jobs
 from evermoe.session.between_steps import BetweenSteps, check_open
 from evermoe.session.buckets import needs_background
+from evermoe.session.loader_watch import LoaderWatch
 from evermoe.session.loss_scale import LossScale
 from evermoe.session.preemption import PreemptionHandler
 from evermoe.session.protocol import CommitProtocol
@@ -197,7 +198,8 @@ class Session(BetweenSteps):
         for layer in self._state.layers.values():
             layer.group = self.group
         self._protection = Protection(self._state, self._store, self._membership, config.copies, arithmetics, emit)
-        parts = SessionContext(script, self._state, self._membership, self._protection, config, emit)
+        loader = LoaderWatch(data, self._membership, emit)
+        parts = SessionContext(script, self._state, self._membership, self._protection, config, emit, loader)
         self._driver = SessionDriver(parts, self._store.directory.parent, self.leave)
         self._protocol = CommitProtocol(
             self._driver,

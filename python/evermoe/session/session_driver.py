@@ -23,7 +23,6 @@ from evermoe.process.seeds import seeded
 from evermoe.session import gradients, step_notices
 from evermoe.session.commands import Event
 from evermoe.session.data_advance import DataAdvance
-from evermoe.session.loader_watch import LoaderWatch
 from evermoe.session.reduced_gradients import ReducedGradients
 from evermoe.session.role_request import RoleRequest
 from evermoe.session.saving import warn_unwritten
@@ -50,7 +49,7 @@ class SessionDriver(RecoveryDriver):
     def __init__(self, parts: SessionContext, folder: Path, leave: Callable[[], None]) -> None:
         super().__init__(parts)
         self.role_request = RoleRequest(folder, self._config.membership.role, self.lost.turn, leave)
-        self.loader = LoaderWatch(self._script.sampler, self._membership, self._emit)
+        self.loader = parts.loader
         self.guard = ScriptGuard(self._script.model, self._script.optimizer)
         self._data = DataAdvance(self._script.sampler, self._group, self._emit)
         self._reduced = ReducedGradients(self._script, self._state, self._group, self._config)

@@ -23,6 +23,7 @@ from evermoe.recovery.target import ExpertTarget
 from evermoe.session.buckets import Buckets
 from evermoe.session.commands import Event
 from evermoe.session.evaluations import Evaluations
+from evermoe.session.loader_watch import LoaderWatch
 from evermoe.session.loop_restore import LoopRestore
 from evermoe.session.measures import StepMeasures
 from evermoe.session.missing_units import MissingUnits
@@ -57,6 +58,8 @@ class SessionContext(NamedTuple):
     config: SessionConfig
     emit: Listener
     """Called with the session's events."""
+    loader: LoaderWatch
+    """Measures the waits for batches."""
 
 
 class RecoveryDriver(TrainingDriver):
@@ -66,7 +69,7 @@ class RecoveryDriver(TrainingDriver):
     """
 
     def __init__(self, parts: SessionContext) -> None:
-        self._script, self._state, membership, self._protection, self._config, emit = parts
+        self._script, self._state, membership, self._protection, self._config, emit, _ = parts
         joining, store = self._config.membership, self._protection.store
         self.saving = Saving(self._config, self._state, membership, self._protection, emit)
         claims = MemoryClaim(store.directory), self.saving.checkpointer
@@ -76,6 +79,7 @@ class RecoveryDriver(TrainingDriver):
         self._trains = self._config.membership.trains
         self._loop = LoopRestore(
             self._script.loop,
+            parts.loader.reading,
             self._group,
             self._membership.identity.job,
             takes_own=self._config.checkpoints.resume_settings == "script",

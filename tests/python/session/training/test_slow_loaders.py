@@ -96,6 +96,20 @@ def test_a_loader_that_is_slow_now_and_then_is_not_named(delay, tmp_path, caplog
     assert registry.get_sample_value("evermoe_slow_loader_total", {"kind": "slow"}) is None
 
 
+class LateState(LateSampler):
+    """Reads again what the job has consumed to load its state."""
+
+    def load_state_dict(self, state):
+        self.late.wait()
+        super().load_state_dict(state)
+
+
+def test_a_loader_that_reads_again_for_long_in_a_recovery_is_named(tmp_path, caplog):
+    _, registry = train(LateState(Late(lambda number: 1.0 if number == 0 else 0.0)), 2, tmp_path, hang_timeout=1.0)
+    assert registry.get_sample_value("evermoe_slow_loader_total", {"kind": "stuck"}) == 1
+    assert any("batch of step 0, and its LateState has not returned" in each.getMessage() for each in caplog.records)
+
+
 def test_a_stuck_loader_is_named_while_it_is_stuck(tmp_path, caplog):
     began = time.monotonic()
     seen, _ = train(LateSampler(Late(lambda number: 1.5 if number == 3 else 0.0)), 5, tmp_path, hang_timeout=1.0)
