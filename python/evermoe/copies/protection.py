@@ -135,7 +135,8 @@ class Protection:
             shared = unit_facts(self.state, self.replicas), gradient_bucket_bytes(self.state, self.options)
         units, bucket_bytes = share_json(group, shared)
         self.active = self.state.active(self._membership.num_trainers)
-        infos = unit_infos(self.state, self.active, [UnitFacts(*each) for each in units])
+        about = [UnitFacts(*each) for each in units]
+        infos = unit_infos(self.state, self.active, about)
         ranks = [RankInfo.from_json(each["member"]) for each in everyone]
         plan = plan_copies(self.options, infos, ranks)
         self.plan = order_by_risk(plan, infos, ranks, copies)
@@ -145,7 +146,10 @@ class Protection:
         self.selector.replan(self.active, self._membership.num_trainers, followed)
         self._behind = self._followed - {info.name for info in infos if info.replayable}
         self.copies_late = plan.is_late(self.preset, self.options.replication)
-        assignment = Assignment(self.plan, self.active, generation, member, self.copies_late, copies, bucket_bytes)
+        still = {info.name: facts.still for info, facts in zip(infos, about, strict=True)}
+        assignment = Assignment(
+            self.plan, self.active, generation, member, self.copies_late, copies, bucket_bytes, still
+        )
         is_roomy = has_room(assignment, self.state, self._membership, self.options, self._directory)
         waits = waits or not self.options.replication or any(each["failed"] for each in everyone)
         in_background = self.first.begin_plan(copies, waits=waits, has_room=is_roomy)

@@ -16,7 +16,7 @@ from evermoe.comm.membership import MembershipManager
 from evermoe.config.copies import CopyConfig
 from evermoe.config.placement import Placement
 from evermoe.copies.replay.part import parameters_of
-from evermoe.copies.replay.replayable import is_frozen
+from evermoe.copies.replay.replayable import still_tensors
 from evermoe.copies.replay.replicas import Replicas
 from evermoe.copies.snapshot.bundles import arena_sizes, room_for
 from evermoe.copies.snapshot.snapshots import planned_bundles
@@ -78,15 +78,15 @@ class UnitFacts(NamedTuple):
     """Tokens that it gets in a step."""
     is_replayable: bool
     """Whether its steps can be repeated."""
-    is_frozen: bool
-    """Whether it takes none."""
+    still: Sequence[str]
+    """Names of its tensors that no step writes."""
 
 
 def unit_facts(state: TrainingState, replicas: Replicas) -> list[UnitFacts]:
     """Return what only trainers know of each unit."""
     tokens, names = state.expert_load.by_unit(), [unit.name for unit in state.catalog.units]
     replayable = replicas.replayable(names)
-    return [UnitFacts(tokens.get(name, 0.0), name in replayable, is_frozen(state, name)) for name in names]
+    return [UnitFacts(tokens.get(name, 0.0), name in replayable, still_tensors(state, name)) for name in names]
 
 
 def unit_infos(
@@ -97,7 +97,7 @@ def unit_infos(
         UnitInfo(
             unit.name,
             unit.nbytes,
-            0 if facts.is_frozen else _gradient_bytes(unit),
+            _gradient_bytes(unit, facts.still),
             active[unit.name],
             facts.tokens,
             facts.is_replayable,
@@ -107,9 +107,9 @@ def unit_infos(
     ]
 
 
-def _gradient_bytes(unit: Unit) -> int:
-    """Return the maximum bytes of a unit's gradients: those of its parameters."""
-    return sum(parameter.nbytes for parameter in parameters_of(unit))
+def _gradient_bytes(unit: Unit, still: Collection[str]) -> int:
+    """Return the maximum bytes of a unit's gradients: those of its parameters that steps write."""
+    return sum(parameter.nbytes for parameter in parameters_of(unit) if parameter.name not in still)
 
 
 def order_by_risk(
@@ -213,7 +213,7 @@ def expected_arenas(
         for unit in state.catalog.units
     }
     names = [unit.name for unit in state.catalog.units]
-    about = [UnitFacts(0.0, name in replayable, is_frozen(state, name)) for name in names]
+    about = [UnitFacts(0.0, name in replayable, still_tensors(state, name)) for name in names]
     infos = unit_infos(state, active, about)
     ranks = [RankInfo(node, 1 << 62, does) for node, does in zip(nodes, trains, strict=True)]
     plan = plan_copies(options, infos, ranks)

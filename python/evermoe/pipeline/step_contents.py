@@ -18,14 +18,13 @@ import torch
 from torch import Tensor
 
 from evermoe._native import digest
-from evermoe.comm.courier import Message
-from evermoe.comm.pacer import ANY_TIME
 from evermoe.copies.replay.source import wait_for_gradients
 from evermoe.copies.replay.step_bytes import repeat_step, step_bytes, write_step
 from evermoe.copies.replay.step_notes import UnitSteps
-from evermoe.copies.snapshot.round import STATES, Contents, SnapshotRound
-from evermoe.copies.snapshot.segments import Segment, Segments, even, even_runs
-from evermoe.copies.snapshot.store import BundleArena
+from evermoe.copies.snapshot.asked_states import AskedStates
+from evermoe.copies.snapshot.bundles import BundleArena
+from evermoe.copies.snapshot.round import STATES, SnapshotRound
+from evermoe.copies.snapshot.segments import Segment, Segments, even_parts
 from evermoe.events import Damaged
 from evermoe.state.stored import KeptCopies
 from evermoe.state.unit import Unit
@@ -53,7 +52,7 @@ class Repeated:
         return data.split([step_bytes(unit) for unit in self.units])
 
 
-class StepContents(Contents):
+class StepContents(AskedStates):
     """Some bundles of a version as steps, all others as their state.
 
     Args:
@@ -62,6 +61,7 @@ class StepContents(Contents):
     """
 
     def __init__(self, repeated: Mapping[int, Repeated], steps: UnitSteps) -> None:
+        super().__init__(repeated.keys())
         self.nbytes = {number: each.nbytes for number, each in repeated.items()}
         """Bytes of the step of each bundle, by number."""
         self._repeated, self._steps = repeated, dict(steps)
@@ -69,8 +69,6 @@ class StepContents(Contents):
         """Table of digests and step of each bundle, by its number."""
         self._mine: dict[int, BundleArena] = {}
         """Bundles that this rank sends as steps, by number."""
-        self._asked: list[BundleArena] = []
-        """Bundles whose state is needed."""
 
     # ---- sending
 
@@ -85,8 +83,8 @@ class StepContents(Contents):
                     yield segment
                 elif not segment.place:
                     first = tables[segment.bundle]
-                    run = [(first, first + known.nbytes)]
-                    yield from even_runs(segment.bundle, segment.peer, run, first, sent.store.chunk_bytes)
+                    parts = [(first, known.nbytes)]
+                    yield from even_parts(segment.bundle, segment.peer, parts, first, sent.store.chunk_bytes)
 
         return Segments(*([*as_steps(each)] for each in STATES.even_segments(sent, copies)))
 
@@ -124,7 +122,7 @@ class StepContents(Contents):
         problem = self._repeat(sent, kept, known)
         if not problem and sent.commit(kept):
             return True
-        self._asked.append(kept)
+        self.asked.append(kept)
         for unit in [kept.bundle.units[0]] if problem else _differing(kept):
             why = problem or "its digest is not that of its trainer"
             reason = f"{unit}: the step to version {step_of(sent.version)} was not repeated exactly: {why}"
@@ -150,60 +148,15 @@ class StepContents(Contents):
         return ""
 
     def finish(self, sent: SnapshotRound) -> bool:
-        """Ask the primaries for the state of damaged bundles, and send the state of those that others ask for."""
-        courier, asked = sent.courier, {kept.number for kept in self._asked}
-        going = self._by_peer((peer, kept) for kept in self._mine.values() for peer in kept.bundle.holders[1:])
-        answers = {peer: torch.zeros(len(some), dtype=torch.uint8) for peer, some in going.items()}
-        coming = [courier.begin_receive(Message(data, peer, _tag(going[peer][0]))) for peer, data in answers.items()]
-        states = [
-            courier.begin_receive(message)
-            for kept in self._asked
-            for message in _state_messages(sent, kept, kept.bundle.holders[0])
-        ]
-        came = self._by_peer((kept.bundle.holders[0], kept) for kept in sent.peers)
-        courier.send_messages(
-            Message(
-                torch.tensor([kept.number in asked for kept in some], dtype=torch.uint8), peer, _tag(some[0]), ANY_TIME
-            )
-            for peer, some in came.items()
-        )
-        for transfer in coming:
-            courier.wait_received(transfer)
-        needed = [
-            (kept, peer)
-            for peer, some in going.items()
-            for kept, is_needed in zip(some, answers[peer].tolist(), strict=True)
-            if is_needed
-        ]
-        messages = (message for kept, peer in needed for message in _state_messages(sent, kept, peer))
-        sent.send_more(messages, sum(kept.arena.payload_bytes for kept, _ in needed))
-        for transfer in states:
-            courier.wait_received(transfer)
+        """Exchange the states that holders ask for, and drop the steps."""
+        is_complete = super().finish(sent)
         self._data, self._steps = {}, {}
-        return all([sent.commit(kept) for kept in self._asked])
-
-    def _by_peer(self, pairs: Iterable[tuple[int, BundleArena]]) -> dict[int, list[BundleArena]]:
-        """Bundles that are sent as steps to or from each peer, in the order of their numbers, which both ends know."""
-        found: dict[int, list[BundleArena]] = {}
-        for peer, kept in sorted(pairs, key=lambda each: each[1].number):
-            if kept.number in self._repeated:
-                found.setdefault(peer, []).append(kept)
-        return found
-
-
-def _state_messages(sent: SnapshotRound, kept: BundleArena, peer: int) -> Iterator[Message]:
-    data = STATES.data(sent, kept)
-    for each in even(kept.number, kept.arena, peer, (), sent.store.chunk_bytes):
-        yield Message(data[each.offset : each.offset + each.nbytes], peer, each.tag)
+        return is_complete
 
 
 def _table_bytes(kept: BundleArena) -> int:
     """Bytes of the table of digests with which a bundle's bytes begin."""
     return kept.arena.units()[0][1]
-
-
-def _tag(kept: BundleArena) -> int:
-    return Segment(kept.number, 0, 0, 0, 0).tag
 
 
 def _differing(kept: BundleArena) -> list[str]:

@@ -11,8 +11,8 @@ vote. `settle` may be called at any time.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from evermoe.planning.protection import ProtectionPlan
@@ -36,6 +36,8 @@ class Assignment:
     """Copies of the protected state that members already have."""
     gradient_bucket_bytes: int = 0
     """The option of that name, with its default for the devices that the job trains on."""
+    still: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """By unit, names of its tensors that no step writes."""
     in_background: bool = False
     """Whether missing copies are made concurrently with training, which then does not wait for memory either."""
 

@@ -17,7 +17,10 @@ from evermoe.planning.windows import find_windows
 MS = 10**6
 LINK = Link(1e-3, 1e6)
 """A message of 4000 bytes takes 5 ms."""
-OUTGOING = [Outgoing(0, [1, 2], [(128, 6000), (6128, 3000), (9128, 1000)]), Outgoing(3, [1], [(64, 7000), (7064, 500)])]
+OUTGOING = [
+    Outgoing(0, [1, 2], [(128, 6000), (6128, 3000), (9128, 1000)], 128),
+    Outgoing(3, [1], [(64, 7000), (7064, 500)], 64),
+]
 
 
 def timed(begin=0, idle=40):

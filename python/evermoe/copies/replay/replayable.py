@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 import torch
+from torch import Tensor
 
 from evermoe.copies.replay.calibrate import Arithmetics, calibrate
 from evermoe.copies.replay.part import part_name, parts_of
@@ -73,11 +74,20 @@ def can_replay(state: TrainingState, unit: str, rules: Mapping[int, Rule]) -> bo
     return (found.layer is not None or unit in state.owners.units) and is_repeatable(state, found, rules)
 
 
+def still_tensors(state: TrainingState, unit: str) -> list[str]:
+    """Return the names of a unit's frozen parameters of which the optimizer keeps nothing: no step writes them."""
+    return [name for name, tensor in _own_tensors(state, unit).items() if is_still(tensor, state.optimizer)]
+
+
 def is_frozen(state: TrainingState, unit: str) -> bool:
-    """Whether a unit has frozen parameters alone, of which the optimizer keeps nothing."""
+    """Whether a unit has such parameters alone."""
+    tensors = _own_tensors(state, unit)
+    return bool(tensors) and len(still_tensors(state, unit)) == len(tensors)
+
+
+def _own_tensors(state: TrainingState, unit: str) -> dict[str, Tensor]:
     found = state.catalog.by_name[unit]
-    tensors = [state.layers[found.layer].weights] if found.layer is not None else [*state.dense_tensors(unit).values()]
-    return bool(tensors) and all(is_still(each, state.optimizer) for each in tensors)
+    return {"weights": state.layers[found.layer].weights} if found.layer is not None else state.dense_tensors(unit)
 
 
 def is_repeatable(state: TrainingState, found: Unit, rules: Mapping[int, Rule]) -> bool:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from evermoe._native import Arena
 from evermoe.planning.protection import OWN_VERSIONS
 from evermoe.state.unit import LOOP_UNITS
 
@@ -35,6 +36,20 @@ class Bundle:
         if not self.holders or self.holders[0] in ranks:
             return Bundle((), self.units)
         return Bundle(tuple(rank for rank in self.holders if rank not in ranks), self.units)
+
+
+@dataclass
+class BundleArena:
+    """An arena of this node, for a bundle of the protection plan."""
+
+    number: int
+    """Number of the bundle, the same on all its holders."""
+    bundle: Bundle
+    arena: Arena
+    index: int = -1
+    """The buffer that is being written."""
+    still: Sequence[tuple[int, int]] = ()
+    """Offset and bytes in a buffer of what steps leave as it is, in order."""
 
 
 def bundles(

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from evermoe import _native
 from evermoe.comm.pacer import ANY_TIME, TimedStep
-from evermoe.copies.snapshot.segments import Segment
+from evermoe.copies.snapshot.segments import Segment, joined
 from evermoe.planning.schedule import ChunkPlan, ChunkPolicy, CopyItem, Link, Memory, Receiver, plan_chunks
 from evermoe.planning.windows import Span, StepProfile, Windows
 
@@ -27,7 +27,9 @@ class Outgoing(NamedTuple):
     bundle: int
     peers: list[int]
     parts: list[tuple[int, int]]
-    """Offset and bytes of each unit, one after the other. The table of their digests precedes the first one."""
+    """Offset and bytes of each unit, or of the parts of it that are sent, in order."""
+    table: int
+    """Bytes of the table of the units' digests, which precedes them."""
 
 
 @dataclass(frozen=True)
@@ -119,10 +121,8 @@ def items_of(outgoing: Sequence[Outgoing], policy: ChunkPolicy) -> tuple[list[Co
     Digests come last: they are known once all units are captured.
     """
     items, origins = [], []
-    for bundle, peers, parts in outgoing:
-        first = parts[0][0]
-        units = parts if policy == "baft" else [(first, sum(nbytes for _, nbytes in parts))]
-        for offset, nbytes in [*units, (0, first)]:
+    for bundle, peers, parts, table in outgoing:
+        for offset, nbytes in [*(parts if policy == "baft" else joined(parts)), (0, table)]:
             items.append(CopyItem(f"{bundle}:{offset}", nbytes, peers))
             origins.append((bundle, offset))
     return items, origins
@@ -190,7 +190,7 @@ def sent_reports(
 
     def as_sent(bundle: Outgoing) -> Outgoing:
         nbytes = other_bytes.get(bundle.bundle)
-        return bundle if nbytes is None else bundle._replace(parts=[(bundle.parts[0][0], nbytes)])
+        return bundle if nbytes is None else bundle._replace(parts=[(bundle.table, nbytes)])
 
     return [
         replace(report, outgoing=[as_sent(each) for each in report.outgoing if each.bundle not in left_out])

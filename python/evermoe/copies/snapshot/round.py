@@ -15,8 +15,9 @@ from evermoe._native import Capture
 from evermoe.comm.courier import Courier, Message, Sent
 from evermoe.comm.task import Task
 from evermoe.comm.transport import Transfer
+from evermoe.copies.snapshot.bundles import BundleArena
 from evermoe.copies.snapshot.segments import Segment, Segments
-from evermoe.copies.snapshot.store import BundleArena, SnapshotStore
+from evermoe.copies.snapshot.store import SnapshotStore
 from evermoe.copies.snapshot.unit_tensors import UnitTensors
 from evermoe.errors import CaptureCancelled, CorruptCopy
 from evermoe.events import ChunkSent, SnapshotReceived

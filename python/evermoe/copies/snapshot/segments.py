@@ -39,26 +39,40 @@ class Segments(NamedTuple):
     receives: Sequence[Segment]
 
 
+def joined(parts: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return parts, each by its offset and bytes, with those that follow each other as one.
+
+    >>> joined([(64, 10), (74, 6), (96, 4)])
+    [(64, 16), (96, 4)]
+    """
+    found: list[tuple[int, int]] = []
+    for offset, nbytes in parts:
+        if found and sum(found[-1]) == offset:
+            found[-1] = found[-1][0], found[-1][1] + nbytes
+        else:
+            found.append((offset, nbytes))
+    return found
+
+
 def even(number: int, arena: Arena, peer: int, left_out: Collection[str], most_bytes: int) -> Iterator[Segment]:
     """Yield segments of at most `most_bytes` of a bundle for a peer, in any window; omit units that the peer has."""
     units = arena.units()
     ends = [*(offset for _, offset, _ in units[1:]), arena.payload_bytes]
-    runs: list[tuple[int, int]] = []
-    for (name, start, _), end in zip(units, ends, strict=True):
-        if name not in left_out and runs and runs[-1][1] == start:
-            runs[-1] = runs[-1][0], end
-        elif name not in left_out:
-            runs.append((start, end))
-    return even_runs(number, peer, runs, units[0][1], most_bytes)
+    parts = [(start, end - start) for (name, start, _), end in zip(units, ends, strict=True) if name not in left_out]
+    return even_parts(number, peer, parts, units[0][1], most_bytes)
 
 
-def even_runs(
-    number: int, peer: int, runs: Iterable[tuple[int, int]], table_bytes: int, most_bytes: int
+def even_parts(
+    number: int, peer: int, parts: Iterable[tuple[int, int]], table_bytes: int, most_bytes: int
 ) -> Iterator[Segment]:
-    """Yield segments of at most `most_bytes` of a bundle's bytes from each start to its end, in any window.
+    """Yield segments of at most `most_bytes` of parts of a bundle, each by its offset and bytes, in any window.
 
     The table of digests comes last, since digests are known only when all units are captured.
     """
-    parts = [(start, min(most_bytes, end - start)) for a, end in runs for start in range(a, end, most_bytes)]
-    for place, (start, nbytes) in enumerate([*parts, (0, table_bytes)]):
+    cut = [
+        (start, min(most_bytes, first + nbytes - start))
+        for first, nbytes in joined(parts)
+        for start in range(first, first + nbytes, most_bytes)
+    ]
+    for place, (start, nbytes) in enumerate([*cut, (0, table_bytes)]):
         yield Segment(number, peer, place, start, nbytes)

@@ -14,6 +14,7 @@ from evermoe.comm.membership import MembershipManager
 from evermoe.comm.pacer import Pacer
 from evermoe.config.copies import CopyConfig
 from evermoe.copies.snapshot.bundles import Bundle, bundles
+from evermoe.copies.snapshot.held_parts import HeldParts, still_parts
 from evermoe.copies.snapshot.previous_epoch import PreviousEpochSnapshots
 from evermoe.copies.snapshot.rounds import Rounds
 from evermoe.copies.snapshot.step_source import StepSource
@@ -139,6 +140,8 @@ class Snapshots(Keeper):
         kept = self.rounds.replace_arenas(
             planned, assignment.generation, assignment.copies, in_background=assignment.in_background
         )
+        for each in (*self._store.own, *self._store.peers):
+            each.still = still_parts(each.arena, assignment.still, self._state.catalog.by_name)
         self._is_local_later &= bool(assignment.copies)  # otherwise the previous ones were removed to make room
         left = {number: bundle.units for number, bundle in enumerate(kept) if bundle.holders}
         self._local = {number: units for number, units in left.items() if number >= len(found)}
@@ -292,7 +295,7 @@ class Snapshots(Keeper):
         if not self._is_settled:  # while the members change, no peer would receive it
             if self.rounds.current is not None:
                 self._complete |= self.rounds.current.complete_steps
-            self.rounds.begin(version, bundles)
+            self.rounds.begin(version, bundles, contents=HeldParts(self._store))
             self.snapshot_schedule.begin_version(step_of(version), self.window_planner.version_steps)
             if self._blocks:
                 self.pacer.hurry()

@@ -21,7 +21,7 @@ from torch import Tensor
 from evermoe._native import Arena, Capture, CopyEngine
 from evermoe.comm.gather import gather_json
 from evermoe.comm.membership import MembershipManager
-from evermoe.copies.snapshot.bundles import Bundle
+from evermoe.copies.snapshot.bundles import Bundle, BundleArena
 from evermoe.copies.snapshot.gpu_source import GpuSource
 from evermoe.copies.snapshot.gpu_sources import GpuSources
 from evermoe.copies.snapshot.segments import Segments, even
@@ -53,18 +53,6 @@ class SnapshotUnit:
     """uint8 `[nbytes]`, a view of the shared memory."""
     preset: str = ""
     """Preset of the job that wrote it; empty if unknown."""
-
-
-@dataclass
-class BundleArena:
-    """An arena of this node, for a bundle of the protection plan."""
-
-    number: int
-    """Number of the bundle, the same on all its holders."""
-    bundle: Bundle
-    arena: Arena
-    index: int = -1
-    """The buffer that is being written."""
 
 
 def _has_version(path: Path) -> bool:

@@ -23,6 +23,7 @@ from evermoe.comm.gather import gather_json
 from evermoe.comm.group import Group
 from evermoe.comm.membership import MembershipManager
 from evermoe.copies.snapshot.frequency import lowered, steps_of
+from evermoe.copies.snapshot.held_parts import sent_parts
 from evermoe.copies.snapshot.link import measure_link
 from evermoe.copies.snapshot.rank_plan import (
     Outgoing,
@@ -227,7 +228,7 @@ class WindowPlanner:
             windows, starts, changed, (link.alpha, link.beta), self._outgoing(), self.host_speed, is_on_gpu
         )
         if self._reports and not changed and mine.outgoing:
-            bundles = (sum(each.parts[-1]) for each in mine.outgoing)
+            bundles = (sum(each.parts[-1]) if each.parts else each.table for each in mine.outgoing)
             largest = min(self._options.copy_buffer_bytes, max(bundles))
             mine = replace(mine, changed=mine.new_pace(self._reports[self._group.rank], largest))
         return [RankReport.from_json(fields) for fields in gather_json(self._group, asdict(mine))]
@@ -237,9 +238,8 @@ class WindowPlanner:
         for kept in self._store.own:
             peers = list(kept.bundle.holders[1:])
             if peers:
-                starts = [*(offset for _, offset, _ in kept.arena.units()), kept.arena.payload_bytes]
-                parts = [(a, b - a) for a, b in zip(starts, starts[1:], strict=False)]
-                found.append(Outgoing(kept.number, peers, parts))
+                parts = sent_parts(kept)
+                found.append(Outgoing(kept.number, peers, parts, kept.arena.units()[0][1]))
         return found
 
     def _plan(self, policy: ChunkPolicy, *, paces: bool) -> None:
