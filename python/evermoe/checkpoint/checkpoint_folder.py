@@ -32,8 +32,9 @@ from typing import NamedTuple
 from evermoe.checkpoint.manifest import CHECKPOINT, MANIFEST, SAVE, Manifest, Row, read_manifest
 from evermoe.checkpoint.object_store import Location
 from evermoe.checkpoint.owner import Claim, Owner, read_owner
-from evermoe.checkpoint.plain_files import PROBE, flush, make_folder, probe, write_tensors, write_text, write_units
+from evermoe.checkpoint.plain_files import PROBE, flush, make_folder, probe, write_tensors, write_text
 from evermoe.checkpoint.retention import NEWEST, SAVES, Retention, is_undone
+from evermoe.checkpoint.unit_files import write_complete, write_frozen
 from evermoe.checkpoint.unit_share import Share
 from evermoe.errors import CorruptCopy, FolderInUse, PersistFailed
 from evermoe.process.run_claim import Run, RunClaim
@@ -273,20 +274,23 @@ class CheckpointFolder:
         Args:
             draft: of the attempt.
             rank: of this member.
-            shares: complete units, or parts of them. Parts get a file of their own: later saves use it less long.
+            shares: complete units, or parts of them. Parts get a file of their own: later saves use it less long. So do
+                frozen units, whose file may be a link to that of an earlier checkpoint.
 
         Raises:
             PersistFailed: the folder now belongs to another job.
             OSError: the shares cannot be written.
         """
         self.create_draft(draft)
-        complete = {each.unit.name: each for each in shares if each.part is None}
+        frozen = [each for each in shares if each.is_frozen and not draft.name.startswith(SAVE)]
+        complete = [each for each in shares if each.part is None and each not in frozen]
         cut = [each for each in shares if each.part is not None]
         rows: list[Row] = []
-        if complete or not cut:
-            file = f"units-{rank}.safetensors"
-            digests = write_units(draft / file, {name: (each.unit, each.data) for name, each in complete.items()})
-            rows += [each.row(file, digests[name]) for name, each in complete.items()]
+        if frozen:
+            earlier = [each.manifest for each in _scan(self.directory, self._owner.layout)]
+            rows += write_frozen(draft / f"frozen-{rank}.safetensors", frozen, earlier)
+        if complete or not (cut or frozen):
+            rows += write_complete(draft / f"units-{rank}.safetensors", complete)
         if cut:
             file = f"parts-{rank}.safetensors"
             write_tensors(draft / file, {key: tensor for each in cut for key, tensor in each.tensors().items()})

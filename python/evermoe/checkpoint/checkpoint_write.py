@@ -30,6 +30,7 @@ from evermoe.comm.background_consensus import BackgroundConsensus
 from evermoe.comm.group import Group
 from evermoe.comm.task import T, Task, Worker
 from evermoe.errors import PeerLost, PersistFailed
+from evermoe.state.still import is_frozen
 from evermoe.state.training_state import TrainingState
 from evermoe.state.unit import digests_of, read_part, read_tensors
 
@@ -103,6 +104,7 @@ class CheckpointWrite:
         """Whether it waits for this rank's disk, not for other ranks."""
         # Values that the script puts in a parameter's place meanwhile, as `EMA.applied` does, must not be written.
         self._tensors = dict(zip(mine, state.tensors(mine), strict=True))
+        self._frozen = {name for name in mine if is_frozen(state, name)}
         self._task = self._start(self._run, worker)
 
     def wait_captured(self) -> None:
@@ -199,7 +201,7 @@ class CheckpointWrite:
         copy_units(runs, [copies[name].numpy() for name in contiguous])
         for name in copies.keys() - set(contiguous):
             read_tensors(self._tensors[name], copies[name])
-        return [Share(unit, copies[unit.name]) for unit in units]
+        return [Share(unit, copies[unit.name], is_frozen=unit.name in self._frozen) for unit in units]
 
     def _read_parts(self) -> list[Share]:
         """Return copies of the parts that this rank writes, each with the digest of all the unit's bytes."""

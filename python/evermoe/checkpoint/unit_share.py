@@ -20,6 +20,8 @@ class Share(NamedTuple):
     """Range of these bytes, unless they are all."""
     digest: int = 0
     """Digest of all the unit's bytes, where this is a part of them."""
+    is_frozen: bool = False
+    """Whether no step writes the unit."""
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors of a file with these bytes, by name."""

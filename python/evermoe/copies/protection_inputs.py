@@ -16,7 +16,6 @@ from evermoe.comm.membership import MembershipManager
 from evermoe.config.copies import CopyConfig
 from evermoe.config.placement import Placement
 from evermoe.copies.replay.part import parameters_of
-from evermoe.copies.replay.replayable import still_tensors
 from evermoe.copies.replay.replicas import Replicas
 from evermoe.copies.snapshot.bundles import arena_sizes, room_for
 from evermoe.copies.snapshot.snapshots import planned_bundles
@@ -36,6 +35,7 @@ from evermoe.presets import LocalSnapshots, ReplayedCopies
 from evermoe.profile.memory import share_of_host_bytes
 from evermoe.state.keeper import Assignment
 from evermoe.state.placement import place_layers
+from evermoe.state.still import still_tensors
 from evermoe.state.stored import NO_COPIES, KeptCopies
 from evermoe.state.training_state import TrainingState
 from evermoe.state.unit import Unit

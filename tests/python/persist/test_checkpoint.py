@@ -1,5 +1,6 @@
 """Checkpoints: visible completely or not at all, readable by anyone, and nothing damaged is taken for good."""
 
+import errno
 import json
 import os
 import shutil
@@ -20,6 +21,8 @@ from evermoe.checkpoint.owner import Owner
 from evermoe.comm.group import Group
 from evermoe.errors import CorruptCopy
 from evermoe.events import Checkpoint, Recovered
+from evermoe.state.training_state import TrainingState
+from support import frozen_parts
 from support.models import digests, everyone, make
 from support.places import Stop
 from support.worker import SAMPLES, Model, dataset, wait_until_written
@@ -63,6 +66,36 @@ def test_files_are_plain_safetensors_and_json(tmp_path):
     assert tensors["model/steps"].item() == 2
     manifest = json.loads((path / "manifest.json").read_text())
     assert (manifest["format"], manifest["step"], len(manifest["units"])) == (2, 2, len(state.catalog.units))
+
+
+def test_files_of_frozen_units_are_links_to_those_of_the_checkpoint_before_the_newest(tmp_path, monkeypatch):
+    """So the two newest share none, and a removed checkpoint takes no file away. What has changed is written."""
+    model, optimizer = frozen_parts.make()
+    state = TrainingState(model, optimizer)
+    written = []
+    for step in range(1, 9):
+        if step == 6:
+            model.write()
+        if step == 8:
+            monkeypatch.setattr(os, "link", refuse)
+        path = write(tmp_path, state, step)
+        assert sorted(file.name for file in path.iterdir()) == [
+            "frozen-0.safetensors",
+            "manifest.json",
+            "units-0.safetensors",
+        ]
+        written.append((path / "frozen-0.safetensors").stat().st_ino)
+        _, other = (again := frozen_parts.make()), TrainingState(*again)
+        other.adopt(everyone(other), checkpoint.read(read_manifest(path), other, names(other)))
+        assert digests(other) == digests(state)
+    assert written[0] == written[2] == written[4] != written[1] == written[3]
+    assert len({*written[4:]}) == 4, "changed; nothing older is equal; links are refused"
+    assert len(load_file(path / "frozen-0.safetensors")) == frozen_parts.EXPERTS
+    assert len(find(tmp_path)) == 2
+
+
+def refuse(source, target):
+    raise OSError(errno.EPERM, "no links")
 
 
 def test_a_step_is_written_again_next_to_its_first_version(tmp_path):
@@ -123,7 +156,7 @@ def test_files_and_folders_have_the_modes_of_the_umask(tmp_path, mask):
     finally:
         os.umask(before)
     made = [*(tmp_path / "new").rglob("*"), tmp_path / "new"]
-    assert path in made and len(made) == 7
+    assert path in made and len(made) == 8
     assert {stat.S_IMODE(each.stat().st_mode) for each in made if each.is_dir()} == {0o777 & ~mask}
     assert {stat.S_IMODE(each.stat().st_mode) for each in made if each.is_file()} == {0o666 & ~mask}
 
@@ -223,7 +256,7 @@ def test_a_file_that_goes_while_it_is_read_is_read_to_its_end(tmp_path, monkeypa
     from_file = torch.UntypedStorage.from_file
 
     def removed_first(file, *arguments, **options):
-        (path / "units-0.safetensors").unlink()
+        Path(os.readlink(file)).unlink()  # its descriptor in /proc
         return from_file(file, *arguments, **options)
 
     monkeypatch.setattr(torch.UntypedStorage, "from_file", removed_first)

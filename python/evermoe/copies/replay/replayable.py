@@ -7,17 +7,17 @@ import math
 from collections.abc import Mapping, Sequence
 
 import torch
-from torch import Tensor
 
 from evermoe.copies.replay.calibrate import Arithmetics, calibrate
 from evermoe.copies.replay.part import part_name, parts_of
 from evermoe.copies.replay.sender import FUSED_ROW
-from evermoe.copies.replay.source import Rule, is_still
+from evermoe.copies.replay.source import Rule
 from evermoe.copies.replay.step_code import foreign_code, foreign_step, refuse_foreign_code
 from evermoe.errors import NotReplayable
 from evermoe.optim.combined import each_of
 from evermoe.optim.ema import is_averaged
 from evermoe.optim.masters import MASTER
+from evermoe.state.still import is_frozen
 from evermoe.state.training_state import TrainingState
 from evermoe.state.unit import TensorSpec, Unit
 
@@ -72,22 +72,6 @@ def can_replay(state: TrainingState, unit: str, rules: Mapping[int, Rule]) -> bo
         return True
     found = state.catalog.by_name[unit]
     return (found.layer is not None or unit in state.owners.units) and is_repeatable(state, found, rules)
-
-
-def still_tensors(state: TrainingState, unit: str) -> list[str]:
-    """Return the names of a unit's frozen parameters of which the optimizer keeps nothing: no step writes them."""
-    return [name for name, tensor in _own_tensors(state, unit).items() if is_still(tensor, state.optimizer)]
-
-
-def is_frozen(state: TrainingState, unit: str) -> bool:
-    """Whether a unit has such parameters alone."""
-    tensors = _own_tensors(state, unit)
-    return bool(tensors) and len(still_tensors(state, unit)) == len(tensors)
-
-
-def _own_tensors(state: TrainingState, unit: str) -> dict[str, Tensor]:
-    found = state.catalog.by_name[unit]
-    return {"weights": state.layers[found.layer].weights} if found.layer is not None else state.dense_tensors(unit)
 
 
 def is_repeatable(state: TrainingState, found: Unit, rules: Mapping[int, Rule]) -> bool:

@@ -18,7 +18,6 @@ from evermoe.copies.replay.source import (
     Rule,
     Source,
     StepNumbers,
-    is_still,
     rules_of,
     wait_for_gradients,
 )
@@ -26,6 +25,7 @@ from evermoe.copies.replay.step_counts import StepCounts
 from evermoe.errors import NotReplayable
 from evermoe.optim.masters import HALF, takes_factor
 from evermoe.process.warn import warn
+from evermoe.state.still import is_still
 from evermoe.state.unit import Unit
 
 __all__ = ["FUSED_ROW", "GradientSender", "Row"]

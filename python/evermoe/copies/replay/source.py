@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
 from evermoe._native import RECORD_HEADER_BYTES, encode_gradient, seal_record, state_digest
 from evermoe.copies.replay.calibrate import Arithmetic, Arithmetics
@@ -281,15 +281,6 @@ class Source:
         about: dict[str, Any] = {"name": self.record_name, "step": step, "elements": tensors[0].numel()}
         seal_record(record, kind="full_state", t=self.steps_taken(), numbers=[], payload=None, **about)
         return record
-
-
-def is_still(tensor: Tensor, optimizer: torch.optim.Optimizer) -> bool:
-    """Whether steps leave a tensor as it is: a frozen parameter of which the optimizer keeps nothing.
-
-    A script may write it nevertheless, which its stamp shows.
-    """
-    is_frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
-    return is_frozen and not optimizer.state.get(tensor)
 
 
 def take_digests(sources: Iterable[Source], optimizer: torch.optim.Optimizer) -> None:
