@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torchft.process_group import ProcessGroupWrapper
 
 import evermoe
-from evermoe.checkpoint import checkpoint_folder
+from evermoe.checkpoint import checkpoint_folder, unit_files
 from evermoe.demo.corpus import Corpus
 from evermoe.demo.model import ByteGPT
 from evermoe.presets import BY_NAME
@@ -229,7 +229,7 @@ def limit_writes(rate):
 
         return write_slowly
 
-    checkpoint_folder.write_units = limited(checkpoint_folder.write_units, lambda unit: len(unit[1]))
+    unit_files.write_units = limited(unit_files.write_units, lambda unit: len(unit[1]))
     checkpoint_folder.write_tensors = limited(checkpoint_folder.write_tensors, lambda tensor: tensor.nbytes)
 
 

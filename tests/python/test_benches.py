@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from evermoe.checkpoint import checkpoint_folder
+from evermoe.checkpoint import checkpoint_folder, unit_files
 from evermoe.state.unit import TensorSpec, Unit
 from preset_worker import limit_writes
 
@@ -27,7 +27,7 @@ described = Unit("unit", (TensorSpec("a", (100_000,), torch.uint8),))
 begin = time.monotonic()
 checkpoint_folder.write_tensors(Path("tensors"), {{"unit": unit}})
 between = time.monotonic()
-checkpoint_folder.write_units(Path("units"), {{"unit": (described, unit)}})
+unit_files.write_units(Path("units"), {{"unit": (described, unit)}})
 print(between - begin, time.monotonic() - between)
 """
 

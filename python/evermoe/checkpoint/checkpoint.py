@@ -2,6 +2,7 @@
 
     DIRECTORY/step-00000120/manifest.json         version, progress, digest of every unit
     DIRECTORY/step-00000120/units-0.safetensors   tensors named "<unit>/<piece>"
+    DIRECTORY/step-00000120/frozen-0.safetensors  the same of frozen units; see `evermoe.checkpoint.unit_files`
 
 `evermoe.checkpoint.checkpoint_folder` and `evermoe.checkpoint.checkpoint_bucket` describe the other files;
 `evermoe.checkpoint.checkpointer` writes checkpoints.

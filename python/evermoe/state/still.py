@@ -1,4 +1,4 @@
-"""What no step writes of a model: frozen parameters of which the optimizer keeps nothing."""
+"""Parts of a model that no step writes: frozen parameters of which the optimizer keeps nothing."""
 
 from __future__ import annotations
 

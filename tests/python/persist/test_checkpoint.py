@@ -89,7 +89,8 @@ def test_files_of_frozen_units_are_links_to_those_of_the_checkpoint_before_the_n
         other.adopt(everyone(other), checkpoint.read(read_manifest(path), other, names(other)))
         assert digests(other) == digests(state)
     assert written[0] == written[2] == written[4] != written[1] == written[3]
-    assert len({*written[4:]}) == 4, "changed; nothing older is equal; links are refused"
+    for at, why in ((5, "changed"), (6, "nothing older is equal"), (7, "links are refused")):
+        assert written[at] not in written[at - 2 : at], why  # numbers of removed files may be given again
     assert len(load_file(path / "frozen-0.safetensors")) == frozen_parts.EXPERTS
     assert len(find(tmp_path)) == 2
 

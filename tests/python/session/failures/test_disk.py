@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from evermoe import Checkpoints, ElasticSampler, Membership, Session, load_weights
-from evermoe.checkpoint import checkpoint_folder
+from evermoe.checkpoint import unit_files
 from evermoe.checkpoint.checkpoint_folder import find, find_manifests
 from evermoe.checkpoint.manifest import SAVE
 from evermoe.checkpoint.plain_files import write_units
@@ -243,7 +243,7 @@ def test_a_slow_disk_does_not_hold_up_training(tmp_path, monkeypatch):
         load_weights(model, saved / "step-00000003")
         assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
 
-    monkeypatch.setattr(checkpoint_folder, "write_units", write_late)
+    monkeypatch.setattr(unit_files, "write_units", write_late)
     at = {3: note, 7: let_write, 8: lambda: wait_until_written(sessions[0]), 9: check}
     with pytest.warns(UserWarning, match="checkpoint of step 6 is skipped: that of step 3 is still being written"):
         events = run(tmp_path, saved, 11, at, sessions=sessions, waits=False, interval=3)
