@@ -101,7 +101,8 @@ class Source:
         if not isinstance(items, Iterable) and not _has_indices(items):
             raise ValueError(f"expected an iterable of items, got {type(items).__name__}")
         check_resumes(items)
-        self._items: Any = items
+        self.items: Any = items
+        """The iterable."""
         self.has_state = has_state(items)
         """Whether it can describe its place and continue from it."""
         self._iterator: Iterator[Any] | None = None
@@ -120,7 +121,7 @@ class Source:
     def skip_errors(self, on_error: OnError) -> None:
         """Leave out items that raise an exception, also of the sources of which the items are made."""
         self._on_error = on_error
-        for source in self._items._sources if isinstance(self._items, Stateful) else ():
+        for source in self.items._sources if isinstance(self.items, Stateful) else ():
             source.skip_errors(on_error)
 
     def open(self, seed: int, *, epoch: int, position: Mapping[str, Any] | None = None) -> None:
@@ -138,7 +139,7 @@ class Source:
         self._has_failed = False
         if state is not None or self._beginning is not None:
             self._load(state)
-        parts: tuple[Any, ...] = (self._items, getattr(self._items, "dataset", None))
+        parts: tuple[Any, ...] = (self.items, getattr(self.items, "dataset", None))
         for part in parts:
             if hasattr(part, "set_epoch"):
                 part.set_epoch(epoch)
@@ -146,25 +147,25 @@ class Source:
         if position is not None and position["is_over"]:
             self._iterator, self._number = None, number
             return
-        self._iterator = self._from(0) if self._has_indices else iter(self._items)
+        self._iterator = self._from(0) if self._has_indices else iter(self.items)
         if not self.skip_to(number):
             raise ValueError(
-                f"expected the {number} items that {type(self._items).__name__} had before, and it has "
+                f"expected the {number} items that {type(self.items).__name__} had before, and it has "
                 f"{self._number}: an iterable must yield the same items in the same order when it is read again"
             )
 
     def _load(self, state: Any) -> None:
         if self._beginning is None:
-            self._beginning = copy.deepcopy(self._items.state_dict())
-        self._items.load_state_dict(copy.deepcopy(self._beginning if state is None else state))
+            self._beginning = copy.deepcopy(self.items.state_dict())
+        self.items.load_state_dict(copy.deepcopy(self._beginning if state is None else state))
 
     def _from(self, number: int) -> Iterator[Any]:
-        return (self._items[index] for index in range(number, len(self._items)))
+        return (self.items[index] for index in range(number, len(self.items)))
 
     def skip_to(self, number: int) -> bool:
         """Leave out the items before that of a number; return whether the iterable has that many."""
         if self._has_indices and number > self._number:
-            self._number, self._iterator = min(number, len(self._items)), self._from(number)
+            self._number, self._iterator = min(number, len(self.items)), self._from(number)
         while self._number < number and self.next_or_failed() is not END:
             pass
         return self._number >= number
@@ -183,7 +184,7 @@ class Source:
         """
         if self._iterator is None:
             return END
-        if not isinstance(self._items, Stateful):  # which does so for its own items
+        if not isinstance(self.items, Stateful):  # which does so for its own items
             seed_all(self._seed, self._number)
         try:
             item = next(self._iterator, END)
@@ -206,13 +207,13 @@ class Source:
     @property
     def _has_indices(self) -> bool:
         """Whether items are read by their indices."""
-        return not self.has_state and _has_indices(self._items)
+        return not self.has_state and _has_indices(self.items)
 
     def _check_end(self) -> None:
         continues = self._has_indices or isinstance(self._iterator, map)
         if self._has_failed and not continues:
             raise RuntimeError(
-                f"the iterator of {type(self._items).__name__} has ended with item {self._number - 1}, which has "
+                f"the iterator of {type(self.items).__name__} has ended with item {self._number - 1}, which has "
                 "raised an exception, and may have lost all items after it, as a generator does. To leave such items "
                 "out, return data with access by index, map(function, items), or an iterator whose __next__ continues"
             )
@@ -230,7 +231,7 @@ class Source:
     def mark(self) -> None:
         """Note the state of the iterable, so that the items before it need not be read again."""
         if self.has_state and self._iterator is not None and self._number > self._mark[0]:
-            self._mark = self._number, copy.deepcopy(self._items.state_dict())
+            self._mark = self._number, copy.deepcopy(self.items.state_dict())
 
     def position(self, back: int = 0) -> dict[str, Any]:
         """Return the position before the items that were read last.
@@ -249,7 +250,9 @@ def has_state(items: Any) -> bool:
 
 
 def _has_indices(items: Any) -> bool:
-    return hasattr(items, "__getitem__") and hasattr(items, "__len__") and not isinstance(items, Mapping)
+    if isinstance(items, Mapping | IterableDataset):  # which inherits a `__getitem__` that raises
+        return False
+    return hasattr(items, "__getitem__") and hasattr(items, "__len__")
 
 
 class Stateful(IterableDataset[Any]):
@@ -267,6 +270,23 @@ class Stateful(IterableDataset[Any]):
         self._loaded: Mapping[str, Any] | None = None
         """State from which the next iterator begins."""
         self._has_begun = False
+        known: set[int] = set()
+        for items in self._stateful_parts():
+            if id(items) in known:
+                raise ValueError(
+                    f"expected sources that are objects of their own, got the same {type(items).__name__} twice: it "
+                    "has one state, from which only one of them could continue. Make it once for each, or copy it by "
+                    "copy.deepcopy"
+                )
+            known.add(id(items))
+
+    def _stateful_parts(self) -> Iterator[Any]:
+        """Yield the iterables with a state of which the items are made, through all that are made of others."""
+        for source in self._sources:
+            if source.has_state:
+                yield source.items
+            if isinstance(source.items, Stateful):
+                yield from source.items._stateful_parts()
 
     def set_epoch(self, epoch: int) -> None:
         """Set the number of the epoch that begins with the next `iter()`, also of the sources."""

@@ -364,3 +364,34 @@ def test_a_source_that_has_changed_is_named():
     resumed.load_state_dict(state_of(made))
     with pytest.raises(ValueError, match=r"expected the 8 items that Plain had before, and it has 4"):
         iter(resumed)
+
+
+class Sized(IterableDataset):
+    """A stream that knows its length; torch's class has a `__getitem__` that raises."""
+
+    def __len__(self):
+        return 7
+
+    def __iter__(self):
+        return iter(range(7))
+
+
+def test_a_stream_with_a_length_is_iterated():
+    assert sorted(Shuffled(Sized(), 3)) == list(range(7))
+    check_resuming(lambda: Mixture([Sized(), Stream(range(5))], stopping_strategy="all_exhausted"))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda stream: Mixture([stream, stream]),
+        lambda stream: Mixture([Shuffled(stream, 2), Packed(stream, 4)]),
+        lambda stream: Mixture([stream, Mixture([[], Shuffled(stream, 2)])]),
+    ],
+)
+def test_one_stream_as_two_sources_is_refused(make):
+    with pytest.raises(ValueError, match="got the same Stream twice: it has one state"):
+        make(Stream(range(5)))
+    items = [1, 2]  # without a state
+    mixed = Mixture([items, items], stopping_strategy="all_exhausted_without_replacement")
+    assert sorted(mixed) == [1, 1, 2, 2]
