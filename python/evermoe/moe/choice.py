@@ -12,7 +12,7 @@ Shape suffixes: T tokens of this rank, K experts per token, E experts.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -209,14 +209,14 @@ class Choice:
 def begin_choice(layer: Layer) -> Choice | None:
     """Begin the choice of a forward, before the router runs; None if nothing can replace or repeat it."""
     if torch.compiler.is_compiling():
-        return None if layer.replaced is None else _begin_choice(layer)
+        return None if layer.replaced is None else _uncompiled["_begin"](layer)
     return _begin(layer)
 
 
 def end_choice(layer: Layer, ids_TK: Tensor, weights_TK: Tensor) -> tuple[Tensor, Tensor]:
     """End the choice of a forward, as `Choice.end`, also if it was not begun."""
     if torch.compiler.is_compiling():
-        return (ids_TK, weights_TK) if layer.replaced is None else _end_choice(layer, ids_TK, weights_TK)
+        return (ids_TK, weights_TK) if layer.replaced is None else _uncompiled["_end"](layer, ids_TK, weights_TK)
     return _end(layer, ids_TK, weights_TK)
 
 
@@ -238,8 +238,14 @@ def _end(layer: Layer, ids_TK: Tensor, weights_TK: Tensor) -> tuple[Tensor, Tens
     return choice.end(ids_TK, weights_TK)
 
 
-_begin_choice = torch.compiler.disable(_begin)
-_end_choice = torch.compiler.disable(_end)
+_uncompiled: dict[str, Callable[..., Any]] = {}
+"""Functions by name that compiled forwards call outside their graphs, while choices are replaced."""
+
+
+def prepare_compiled() -> None:
+    """Fill `_uncompiled` before choices are replaced: `torch.compiler.disable` loads the compiler, which is slow."""
+    for function in (_begin, _end, _enter_mode, _leave_mode) if not _uncompiled else ():
+        _uncompiled[function.__name__] = torch.compiler.disable(function)
 
 
 # ---- routers that choose by torch.topk
@@ -285,16 +291,19 @@ def watch(parent: nn.Module, layer: Layer) -> None:
 
 
 def _enter(layer: Layer, parent: nn.Module, *_: Any) -> None:
-    if not torch.compiler.is_compiling() or layer.replaced is not None:
+    if not torch.compiler.is_compiling():
         _enter_mode(layer, parent)
+    elif layer.replaced is not None:
+        _uncompiled["_enter_mode"](layer, parent)
 
 
 def _leave(layer: Layer, parent: nn.Module, *_: Any) -> None:
-    if not torch.compiler.is_compiling() or layer.replaced is not None:
+    if not torch.compiler.is_compiling():
         _leave_mode(parent)
+    elif layer.replaced is not None:
+        _uncompiled["_leave_mode"](parent)
 
 
-@torch.compiler.disable
 def _enter_mode(layer: Layer, parent: nn.Module) -> None:
     choice = _begin(layer)
     if choice is not None:
@@ -303,7 +312,6 @@ def _enter_mode(layer: Layer, parent: nn.Module) -> None:
         _modes.running.append((parent, mode))
 
 
-@torch.compiler.disable
 def _leave_mode(parent: nn.Module) -> None:
     if _modes.running and _modes.running[-1][0] is parent:
         _modes.running.pop()[1].__exit__(None, None, None)

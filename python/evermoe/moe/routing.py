@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from evermoe.moe.choice import Recorder, Replaced, Replay, watch
+from evermoe.moe.choice import Recorder, Replaced, Replay, prepare_compiled, watch
 from evermoe.moe.experts import Experts, expert_layers
 from evermoe.moe.layer import MoE, moe_layers
 from evermoe.moe.module_paths import wrapped_by
@@ -220,6 +220,7 @@ def _replaced(
     recorders: Mapping[str, Recorder] | None = None,
 ) -> Iterator[None]:
     watch_routers(model)
+    prepare_compiled()
     previous = {name: layer.replaced for name, layer in layers.items()}
     for name, layer in layers.items():
         before = previous[name] or Replaced(None, ())
