@@ -270,6 +270,22 @@ def test_default_batches_are_divided_into_micro_batches() -> None:
     assert sum(part.weight for part in parts) == 0.5
 
 
+@pytest.mark.parametrize("members", [1, 2, 4, 8])
+def test_batches_of_text_are_divided_by_samples_whatever_their_number(members: int) -> None:
+    """A share may have as many samples as a sample has fields."""
+
+    def open_reader(reader: int, _: int) -> list[tuple[str, dict[str, list[str]]]]:
+        return [(f"{reader}", {"texts": ["a", f"b{reader}"]})] * 3
+
+    data = ElasticReaders(open_reader, readers=8, batch_size=8)
+    found = []
+    for part in data.share(0, members).parts(2):
+        if part.weight:
+            numbers, fields = part.batch
+            found += zip(numbers, *fields["texts"], strict=True)
+    assert found == [(f"{reader}", "a", f"b{reader}") for reader in range(8 // members)]
+
+
 def test_an_evaluation_reads_each_sample_once() -> None:
     data = make()
     found = [sample for position in range(3) for batch in data.once(position, 3) for sample in batch]

@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import itertools
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -78,6 +78,22 @@ def read(value: Any, *, size: int | None = None, known: Lists | None = None, has
     if len(found) == 1 and found[0].length != 0:
         return found[0]
     raise ValueError(_refusal(value, found, size, known or {}))
+
+
+def read_collated(value: Any, size: int) -> Reading:
+    """Return the reading of a batch of `size` samples that torch's `default_collate` has made.
+
+    Its lists have fields, except for those of strings.
+    """
+    return read(value, size=size, known=dict(_lists_of_collated(value, "")))
+
+
+def _lists_of_collated(value: Any, path: str) -> Iterator[tuple[str, Way]]:
+    children = _fields(value) or {}
+    if _is_list(value):
+        yield path, "samples" if all(isinstance(each, str | bytes) for each in value) else "fields"
+    for key, child in children.items():
+        yield from _lists_of_collated(child, f"{path}.{key}".strip("."))
 
 
 def _refusal(value: Any, found: Sequence[Reading], size: int | None, known: Lists) -> str:

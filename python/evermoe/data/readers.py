@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch.utils.data import default_collate
 
-from evermoe.data.batches import Reading, read
+from evermoe.data.batches import Reading, read_collated
 from evermoe.data.reader import Batch, OpenReader, OwnReaders, ReaderPart, ReaderSettings, SampleFailure
 from evermoe.data.reader_source import ReaderSource
 from evermoe.data.reader_states import ReaderStates
@@ -57,7 +57,8 @@ class ElasticReaders:
         num_workers: processes that read for each member; 0 to read in the training process.
         prefetch_factor: batches that each of them reads ahead. What no step has used is read again after a change of
             members.
-        state_bytes: bytes kept on each member for the state of each reader, compressed.
+        state_bytes: bytes kept on each member for the state of each reader, compressed; the same for the entire job,
+            as its checkpoints have them.
         on_error: action where a sample raises an exception. "raise": end the member with a `RuntimeError` that names
             the reader, the epoch and the number of the sample; the others, which take its readers over, end the same
             way. "skip": leave the sample out, with a warning and the event `SampleSkipped`. It keeps its number: all
@@ -161,7 +162,7 @@ class ElasticReaders:
 
     def _reading(self, batch: Any, size: int) -> Reading | None:
         """Return how to divide a batch further, if torch's function has made it."""
-        return read(batch, size=size, has_fields=True) if self._collate is default_collate else None
+        return read_collated(batch, size) if self._collate is default_collate else None
 
     def agree(self, missing: float, remaining: float) -> None:
         """Note the sums of all members' shares of the next batch, by which all of them end the epoch."""
