@@ -101,7 +101,8 @@ class CheckpointBucket:
         if found is not None and is_other and sort(self._attempts.read_all(), kinds=BOTH):
             raise ValueError(
                 f"checkpoints: {self.directory} has checkpoints of job {found.job!r}, which trained another model or "
-                f"optimizer than this job, {self._owner.job!r}. Give it a URL of its own, or remove those"
+                f"optimizer than this job, {self._owner.job!r}, or with another number of readers or another "
+                "state_bytes of ElasticReaders. Give it a URL of its own, or remove those"
             )
         if found != self._owner:
             self._place.put(OWNER, owner_text(self._owner).encode())

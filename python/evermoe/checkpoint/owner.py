@@ -154,7 +154,8 @@ class Claim:
         if is_used and found is not None and found.layout != self._owner.layout:
             raise ValueError(
                 f"checkpoints: {self._folder} has checkpoints of job {found.job!r}, which trained another model or "
-                f"optimizer than this job, {self._owner.job!r}. Give it a folder of its own, or remove that one"
+                f"optimizer than this job, {self._owner.job!r}, or with another number of readers or another "
+                "state_bytes of ElasticReaders. Give it a folder of its own, or remove that one"
             )
 
     def check_owner(self) -> None:

@@ -87,7 +87,8 @@ class ReaderStates:
             self._has_warned = True
             logger.warning(
                 "the state of reader %d takes %d bytes, and state_bytes is %d: a member that resumes, or takes "
-                "the reader over, reads again all samples since the last state that fits; use a larger state_bytes",
+                "the reader over, reads again all samples since the last state that fits. Begin the job again with a "
+                "larger state_bytes: it is that of its checkpoints, too",
                 reader,
                 nbytes,
                 room,
