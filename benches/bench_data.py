@@ -2,57 +2,56 @@
 
     python benches/bench_data.py [--json PATH] [--readers 64] [--members 1 8] [--batches 160] [--batch-size 256]
 
-Each reader packs documents of a file into sequences of 128 tokens, with the tokens left over in its state. One process
+Each reader packs documents of a file into sequences of 128 tokens, by `evermoe.data.Packed`. One process
 plays all members in turns, and the times are those of the first: its own thread, per batch.
 
-"reading" is the time for its part of a batch from readers without states; "state" is what states add: they are taken,
-exchanged and kept. A worker process takes them itself. `ElasticLoader` reads all sequences on each member.
-"bytes" are those that a member reads from the files, relative to those of all batches.
+"total" is all that its data costs; "states" the part for taking the states of its readers, exchanging and keeping them,
+and for the sampler's own. A worker process takes those of the readers itself. `ElasticLoader` reads all sequences on
+each member. "bytes" are those that a member reads from the files, relative to those of all batches.
 """
 
 import argparse
 import contextlib
-import functools
 import json
 import random
-import statistics
 import tempfile
 import time
+import unittest.mock
 from pathlib import Path
 
 import evermoe
+import evermoe.data
 from common import Table, where
+from evermoe.data.reader import Reader
 
 LENGTH, DOCUMENTS = 128, 400
 """Tokens of a sequence, and documents of a file."""
-ROUNDS = 2
 
 
-class Packed:
-    """Sequences of the documents of some files; counts the bytes that it reads."""
+class Documents:
+    """Token numbers of the documents of some files; counts the bytes that it reads."""
 
     nbytes = 0
 
-    def __init__(self, files, has_state):
-        self._files, self._file, self._place, self._buffer = files, 0, 0, []
-        if has_state:
-            self.state_dict, self.load_state_dict = self._state, vars(self).update
+    def __init__(self, files):
+        self._files, self._place = files, [0, 0]
 
-    def _state(self):
-        return {"_file": self._file, "_place": self._place, "_buffer": self._buffer}
+    def state_dict(self):
+        return {"place": self._place}
+
+    def load_state_dict(self, state):
+        self._place = state["place"]
 
     def __iter__(self):
         while True:
-            with self._files[self._file].open("rb") as file:
-                file.seek(self._place)
+            number, start = self._place
+            with self._files[number].open("rb") as file:
+                file.seek(start)
                 while line := file.readline():
-                    Packed.nbytes += len(line)
-                    self._place += len(line)
-                    self._buffer = self._buffer + json.loads(line)
-                    while len(self._buffer) >= LENGTH:
-                        found, self._buffer = self._buffer[:LENGTH], self._buffer[LENGTH:]
-                        yield found
-            self._file, self._place = (self._file + 1) % len(self._files), 0
+                    Documents.nbytes += len(line)
+                    self._place = [number, self._place[1] + len(line)]
+                    yield json.loads(line)
+            self._place = [(number + 1) % len(self._files), 0]
 
 
 def write_files(folder, readers):
@@ -65,53 +64,65 @@ def write_files(folder, readers):
     return files
 
 
-def batches_of(files, size, has_state):
-    """Return a loader of global batches, with the state of all files."""
+class Batches:
+    """A loader of global batches, with the state of all files."""
 
-    class Loader(Packed):
-        batch_size = size
+    def __init__(self, files, size):
+        self._sequences, self.batch_size = evermoe.data.Packed(Documents(files), LENGTH), size
+        self.state_dict, self.load_state_dict = self._sequences.state_dict, self._sequences.load_state_dict
 
-        def __iter__(self):
-            sequences = super().__iter__()
-            while True:
-                yield [next(sequences) for _ in range(size)]
-
-    return Loader(files, has_state)
+    def __iter__(self):
+        sequences = iter(self._sequences)
+        while True:
+            yield [next(sequences) for _ in range(self.batch_size)]
 
 
-@contextlib.contextmanager
-def counted(totals):
-    """Add the seconds of this thread and the bytes read in a block to the totals, if any."""
-    began, before = time.thread_time(), Packed.nbytes
-    yield
-    if totals is not None:
-        totals[0] += time.thread_time() - began
-        totals[1] += Packed.nbytes - before
+class Clock:
+    """Adds up the seconds of this thread in blocks, and the bytes that they read."""
+
+    def __init__(self):
+        self.seconds = self.nbytes = 0
+
+    @contextlib.contextmanager
+    def runs(self, is_on=True):
+        began, before = time.thread_time(), Documents.nbytes
+        yield
+        if is_on:
+            self.seconds += time.thread_time() - began
+            self.nbytes += Documents.nbytes - before
 
 
 def run(make, members, batches):
-    """Return the mean seconds of the first member's thread for a batch, and the bytes that it has read."""
-    samplers, times, nbytes = [make() for _ in range(members)], [], 0
-    states = [sampler.states for sampler in samplers if sampler.states is not None]
-    for _ in range(batches):
-        shares, exchanged = [], []
-        first = [0.0, 0]
-        for rank, sampler in enumerate(samplers):
-            with counted(first if rank == 0 else None):
-                shares.append(sampler.share(rank, members))
-                exchanged.append(states[rank].own() if states and states[rank].is_due else b"")
-        sums = sum(share.missing for share in shares), sum(share.remaining for share in shares)
-        for rank, sampler in enumerate(samplers):
-            with counted(first if rank == 0 else None):
-                if states and states[rank].is_due:
-                    states[rank].keep(exchanged)
-                if isinstance(sampler, evermoe.ElasticReaders):
-                    sampler.agree(*sums)
-                sampler.advance()
-                json.dumps(sampler.state_dict())
-        times.append(first[0])
-        nbytes += first[1]
-    return statistics.fmean(times), nbytes
+    """Return what the first member's thread takes for a batch, of that for states, and the bytes that it has read."""
+    samplers, total, states, owner = [make() for _ in range(members)], Clock(), Clock(), [0]
+
+    def timed(function):
+        def call(*arguments):
+            with states.runs(owner[0] == 0):
+                return function(*arguments)
+
+        return call
+
+    with contextlib.ExitStack() as patches:
+        for part, name in ((Reader, "_state"), (evermoe.ElasticLoader, "_state_if_due")):
+            patches.enter_context(unittest.mock.patch.object(part, name, timed(getattr(part, name))))
+        for _ in range(batches):
+            shares, exchanged = [], []
+            for owner[0], sampler in enumerate(samplers):
+                with total.runs(owner[0] == 0):
+                    shares.append(sampler.share(owner[0], members))
+                    exchanged.append(timed(sampler.states.own)() if sampler.states.is_due else b"")
+            sums = sum(share.missing for share in shares), sum(share.remaining for share in shares)
+            for owner[0], sampler in enumerate(samplers):
+                with total.runs(owner[0] == 0):
+                    if sampler.states.is_due:
+                        timed(sampler.states.keep)(exchanged)
+                    if isinstance(sampler, evermoe.ElasticReaders):
+                        sampler.agree(*sums)
+                    sampler.advance()
+                    state = sampler.state_dict()
+                    timed(json.dumps)(state)
+    return total.seconds / batches, states.seconds / batches, total.nbytes
 
 
 def main():
@@ -126,43 +137,35 @@ def main():
     columns = {
         "members": "d",
         "sampler": "<34s",
-        "reading ms": ".2f",
-        "state ms": ".3f",
-        "÷ reading": ".3f",
+        "total ms": ".2f",
+        "states ms": ".3f",
+        "÷ total": ".3f",
         "bytes": ".2f",
     }
     table = Table(f"data: {chosen.readers} readers, batches of {chosen.batch_size}, {where('cpu')}", columns)
     with tempfile.TemporaryDirectory() as folder:
         files = write_files(folder, chosen.readers)
 
-        def readers(has_state, workers):
+        def readers(workers):
             return evermoe.ElasticReaders(
-                lambda reader, _: Packed(files[reader : reader + 1], has_state),
+                lambda reader, _: evermoe.data.Packed(Documents(files[reader : reader + 1]), LENGTH),
                 readers=chosen.readers,
                 batch_size=chosen.batch_size,
                 collate_fn=list,
                 num_workers=workers,
             )
 
-        def loader(has_state, _):
-            return evermoe.ElasticLoader(batches_of(files, chosen.batch_size, has_state))
-
         kinds = {
-            "ElasticReaders": (readers, 0),
-            "ElasticReaders, a worker process": (readers, 1),
-            "ElasticLoader": (loader, 0),
+            "ElasticReaders": lambda: readers(0),
+            "ElasticReaders, a worker process": lambda: readers(1),
+            "ElasticLoader": lambda: evermoe.ElasticLoader(Batches(files, chosen.batch_size)),
         }
-        all_bytes = run(lambda: loader(False, 0), 1, chosen.batches)[1]
+        all_bytes = run(kinds["ElasticLoader"], 1, chosen.batches)[2]
         for members in chosen.members:
-            for name, (make, workers) in kinds.items():
-                times = {True: [], False: []}
-                for has_state in (False, True) * ROUNDS:
-                    make_one = functools.partial(make, has_state, workers)
-                    seconds, nbytes = run(make_one, members, chosen.batches)
-                    times[has_state].append(seconds * 1e3)
-                reading, states = min(times[False]), min(times[True]) - min(times[False])
-                figures = {"reading ms": reading, "state ms": states, "÷ reading": states / reading}
-                part = {} if workers else {"bytes": nbytes / all_bytes}
+            for name, make in kinds.items():
+                seconds, states, nbytes = run(make, members, chosen.batches)
+                figures = {"total ms": seconds * 1e3, "states ms": states * 1e3, "÷ total": states / seconds}
+                part = {} if "process" in name else {"bytes": nbytes / all_bytes}
                 table.add(members=members, sampler=name, **figures, **part)
     table.write(chosen)
 

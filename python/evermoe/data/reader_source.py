@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import pickle
 from collections.abc import Iterator
 from typing import Any
@@ -17,6 +18,27 @@ from evermoe.process.seeds import seeded
 
 SPARE_SAMPLES = 16
 """Samples of a reader among which one is looked for that raises no exception."""
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles tensors as arrays: torch's own way takes 0.1 ms for each."""
+
+    def reducer_override(self, value: Any) -> Any:
+        is_plain = type(value) is Tensor and value.layout == torch.strided and value.device.type == "cpu"
+        if not is_plain or value.requires_grad or value.is_quantized or value.is_conj() or value.is_neg():
+            return NotImplemented
+        return _as_tensor, (value.reshape(-1).view(torch.uint8).numpy(), value.dtype, value.shape)
+
+
+def _as_tensor(data: np.ndarray, dtype: torch.dtype, shape: torch.Size) -> Tensor:
+    return torch.from_numpy(data).view(dtype).view(shape)
+
+
+def _pickled(parts: list[ReaderPart]) -> Tensor:
+    """Return one tensor, as each takes a file descriptor on its way to another process."""
+    file = io.BytesIO()
+    _Pickler(file, 5).dump(parts)
+    return torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
 
 
 class Feed(IterableDataset[Tensor]):
@@ -49,8 +71,7 @@ class Feed(IterableDataset[Tensor]):
         torch.utils.data._utils.worker._worker_info = None
         while True:
             found = parts.read(owned, batch, lambda number, *_: self._states.get(number))
-            # One tensor: each would take a file descriptor. Pickle keeps the classes of samples.
-            yield torch.from_numpy(np.frombuffer(bytearray(pickle.dumps(found, 5)), np.uint8))
+            yield _pickled(found)
             batch = batch.next
 
 
