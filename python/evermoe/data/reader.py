@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from evermoe.data.reader_states import STATE_PERIOD, ReaderState, packed, unpacked
-from evermoe.data.stateful import END, FAILED, Source
+from evermoe.data.stateful import END, FAILED, Source, parts_with_a_place, shared_part
 from evermoe.errors import UnsupportedState
 from evermoe.process.seeds import seed_all
 
@@ -80,6 +80,22 @@ class ReaderSettings(NamedTuple):
     seed: int
     skips_errors: bool
     """Whether samples that raise an exception are left out."""
+
+    def check_makes_new(self, number: int) -> None:
+        """Check that a reader that is opened again begins at its start, and not where another one is.
+
+        Raises:
+            ValueError: `open_reader` returns an object that it has returned before, or makes its iterable of one.
+        """
+        opened = [self.open_reader(number, self.readers) for _ in range(2)]
+        shared = shared_part(part for items in opened for part in parts_with_a_place(items))
+        if shared is not None:
+            raise ValueError(
+                f"expected open_reader to return a new iterable in each call, got the same {type(shared).__name__} "
+                f"twice for reader {number}: a reader that is opened again would begin where the other one is, and "
+                "lose samples. Make the iterable, and what it is made of, inside open_reader, or copy it by "
+                "copy.deepcopy"
+            )
 
 
 class Reader:
@@ -191,6 +207,8 @@ class OwnReaders:
     def __init__(self, settings: ReaderSettings, epoch: int) -> None:
         self._settings, self.epoch = settings, epoch
         self._readers: dict[int, Reader] = {}
+        self._has_checked = False
+        """Whether `open_reader` is known to return new objects."""
 
     def read(
         self, owned: range, batch: Batch, states: Callable[[int, int, int], ReaderState | None]
@@ -209,6 +227,9 @@ class OwnReaders:
             place = batch.place_of(number, count)
             known = self._readers.get(number)
             if known is None or not known.continues_at(place.start):
+                if not self._has_checked:
+                    self._settings.check_makes_new(number)
+                    self._has_checked = True
                 state = states(number, self.epoch, place.start)
                 self._readers[number] = Reader(self._settings, number, self.epoch, place.start, state)
             found.append(self._readers[number].read(place, keeps_state=batch.keeps_state_of(number)))

@@ -46,7 +46,7 @@ class ElasticReaders:
     generators of `random`, NumPy and torch seeded from (seed, epoch, reader, sample).
 
     Args:
-        open_reader: `open_reader(reader, readers)` returns the samples of a reader as an iterable. It is called for
+        open_reader: `open_reader(reader, readers)` returns the samples of a reader as a new iterable. It is called for
             each epoch, in the process or worker process that reads, and `set_epoch(epoch)` of the iterable and of its
             `dataset`, if they have it, before it is iterated. `state_dict()` is called between two samples.
         readers: number of readers, the same for the entire job: at least that of the members that may ever train, and

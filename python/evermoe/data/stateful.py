@@ -249,6 +249,26 @@ def has_state(items: Any) -> bool:
     return hasattr(items, "state_dict") and hasattr(items, "load_state_dict")
 
 
+def parts_with_a_place(items: Any) -> Iterator[Any]:
+    """Yield the objects that keep a place in the items: iterators, and what has a state, through all layers."""
+    if has_state(items) or isinstance(items, Iterator):
+        yield items
+    if has_state(items) and has_state(data := getattr(items, "dataset", None)):  # which it may restore from its own
+        yield data
+    for source in items._sources if isinstance(items, Stateful) else ():
+        yield from parts_with_a_place(source.items)
+
+
+def shared_part(parts: Iterable[Any]) -> Any:
+    """Return an object that comes twice; None without one."""
+    known: dict[int, Any] = {}  # which keeps them, so that their ids stay theirs
+    for part in parts:
+        if id(part) in known:
+            return part
+        known[id(part)] = part
+    return None
+
+
 def _has_indices(items: Any) -> bool:
     if isinstance(items, Mapping | IterableDataset):  # which inherits a `__getitem__` that raises
         return False
@@ -270,23 +290,13 @@ class Stateful(IterableDataset[Any]):
         self._loaded: Mapping[str, Any] | None = None
         """State from which the next iterator begins."""
         self._has_begun = False
-        known: set[int] = set()
-        for items in self._stateful_parts():
-            if id(items) in known:
-                raise ValueError(
-                    f"expected sources that are objects of their own, got the same {type(items).__name__} twice: it "
-                    "has one state, from which only one of them could continue. Make it once for each, or copy it by "
-                    "copy.deepcopy"
-                )
-            known.add(id(items))
-
-    def _stateful_parts(self) -> Iterator[Any]:
-        """Yield the iterables with a state of which the items are made, through all that are made of others."""
-        for source in self._sources:
-            if source.has_state:
-                yield source.items
-            if isinstance(source.items, Stateful):
-                yield from source.items._stateful_parts()
+        parts = [part for source in self._sources for part in parts_with_a_place(source.items)]
+        if (shared := shared_part(parts)) is not None:
+            raise ValueError(
+                f"expected sources that are objects of their own, got the same {type(shared).__name__} twice: it has "
+                "one state, from which only one of them could continue. Make it once for each, or copy it by "
+                "copy.deepcopy"
+            )
 
     def set_epoch(self, epoch: int) -> None:
         """Set the number of the epoch that begins with the next `iter()`, also of the sources."""

@@ -265,3 +265,43 @@ def test_elastic_loader_skips_no_sample_of_torchdatas_loader(stream, kind, caplo
 def test_a_loader_without_a_state_may_have_a_shuffle_buffer(stream):
     loader = torch.utils.data.DataLoader(stream.shuffle(seed=0, buffer_size=10), batch_size=None)
     check_resuming(lambda: Shuffled(loader, 3), at=[0, 5])
+
+
+@pytest.mark.parametrize(
+    "around",
+    [
+        lambda part: part,
+        lambda part: Shuffled(part, 3),
+        lambda part: StatefulDataLoader(part, batch_size=None),
+        lambda part: iter([part]),
+    ],
+    ids=["stream", "around a stream", "loader of a stream", "iterator"],
+)
+def test_readers_that_are_made_before_they_are_opened_are_refused(stream, around):
+    """The state of one that had moved would be left in it for the next epoch."""
+    before = [split_dataset_by_node(copy.deepcopy(stream), reader, 2, strategy="shards") for reader in range(2)]
+    made = [around(part) for part in before]
+    for open_reader in (lambda reader, _: made[reader], lambda reader, _: Shuffled(made[reader], 2)):
+        data = evermoe.ElasticReaders(open_reader, readers=2, batch_size=8, collate_fn=list)
+        with pytest.raises(ValueError, match="open_reader to return a new iterable in each call"):
+            data.share(0, 1)
+    right = evermoe.ElasticReaders(
+        lambda reader, _: around(copy.deepcopy(before[reader])), readers=2, batch_size=2, collate_fn=list
+    )
+    assert len(right.share(0, 1).batch) == 2
+
+
+def test_readers_by_index_share_their_data():
+    class Indexed(list):
+        """Has a state, and is read by indices, as a StreamingDataset."""
+
+        def state_dict(self, number):
+            return {"number": number}
+
+        load_state_dict = state_dict
+
+    data, count = Indexed(range(8)), 2
+    parts = (torch.utils.data.Subset(data, range(reader, 8, count)) for reader in range(count))
+    made = list(parts)
+    readers = evermoe.ElasticReaders(lambda reader, _: made[reader], readers=count, batch_size=8)
+    assert readers.share(0, 1).batch.tolist() == list(range(8))
