@@ -187,6 +187,19 @@ def test_a_reader_that_moves_continues_from_its_latest_state() -> None:
     assert sum(1 for reader, _ in Documents.read if reader >= 2) <= 6  # the others continue
 
 
+def test_a_member_that_goes_back_offers_no_later_state() -> None:
+    job = Job(make, 1)
+    for _ in range(EXCHANGE_PERIOD + 2):
+        job.step()
+    saved = job.saved()
+    for _ in range(STATE_PERIOD):
+        job.step()
+    (member,) = job.members
+    assert member.states.own()
+    job.restore(member, *saved)
+    assert not member.states.own()
+
+
 def test_data_with_an_index_is_not_read_again() -> None:
     class Rows(list[int]):
         read: ClassVar[list[int]] = []

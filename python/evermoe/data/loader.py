@@ -152,6 +152,8 @@ class ElasticLoader:
             self.states.batch, self.states.exchange_at = state["batches"], state["exchange_at"]
         if is_there:
             return
+        if self.states is not None:
+            self.states.forget_own()
         self._iterator = None  # its worker processes end before others start
         self._batch, self._lists = None, dict(state.get("lists", {}))
         epoch, samples = state["epoch"], state["samples"]

@@ -94,6 +94,10 @@ class ReaderStates:
                 room,
             )
 
+    def forget_own(self) -> None:
+        """Forget what this member has not exchanged: it goes back, and the states may be later than its place."""
+        self._own.clear()
+
     def before(self, reader: int, epoch: int, number: int) -> ReaderState | None:
         """Return the latest state of a reader in an epoch that is not after a sample; None without one."""
         found = self.latest(reader, epoch, number)

@@ -234,6 +234,7 @@ class ElasticReaders:
         self.consumed, epoch, batch = state["consumed"], state["epoch"], Batch(*state["batch"])
         self.states.batch, self.states.exchange_at = batch.number, state["exchange_at"]
         if (epoch, batch) != (self.epoch, self._batch):
+            self.states.forget_own()
             self._share, self.epoch, self._batch = None, epoch, batch
         is_other = self._given_size != state["given_batch_size"]
         self.change(batch_size=self._given_size if is_other else state["batch_size"])
