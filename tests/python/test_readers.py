@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -185,6 +186,42 @@ def test_a_reader_that_moves_continues_from_its_latest_state() -> None:
     assert 0 < len(moved) <= 2 * 2 * (STATE_PERIOD + EXCHANGE_PERIOD + 2)
     assert all(at > 900 for reader, at in Documents.read if reader < 2)
     assert sum(1 for reader, _ in Documents.read if reader >= 2) <= 6  # the others continue
+
+
+@pytest.mark.parametrize("is_small", [True, False])
+def test_worker_processes_of_a_member_that_stays_read_nothing_again(tmp_path: Path, is_small: bool) -> None:
+    class Logged(Documents):
+        def __iter__(self) -> Iterator[tuple[int, int, int]]:
+            for sample in super().__iter__():
+                with (tmp_path / str(self.reader)).open("a") as file:
+                    file.write(f"{self.at}\n")
+                yield sample
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"at": self.at, "noise": random.Random(self.at).randbytes(0 if is_small else 10_000)}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.at = state["at"]
+
+    def new() -> ElasticReaders:
+        return ElasticReaders(
+            lambda reader, _: Logged(reader, 200, has_state=False),
+            readers=2,
+            batch_size=2,
+            collate_fn=list,
+            num_workers=1,
+        )
+
+    job = Job(new, 2)
+    for _ in range(EXCHANGE_PERIOD + 9):
+        job.step()
+    job.members = job.members[:1]
+    job.step()
+    read = [int(line) for line in (tmp_path / "0").read_text().split()]
+    again = [at for at, count in Counter(read).items() if count > 1]
+    # Read ahead, and not yet used, when the other member was lost.
+    assert (min(again) == EXCHANGE_PERIOD + 10) == is_small
+    assert min(again) > EXCHANGE_PERIOD - STATE_PERIOD
 
 
 def test_a_member_that_goes_back_offers_no_later_state() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from evermoe.data.reader_states import STATE_PERIOD, ReaderState, packed, unpacked
+from evermoe.data.reader_states import SMALL_STATE, STATE_PERIOD, ReaderState, packed, unpacked
 from evermoe.data.stateful import END, FAILED, Source, parts_with_a_place, shared_part
 from evermoe.errors import UnsupportedState
 from evermoe.process.seeds import seed_all
@@ -130,6 +130,8 @@ class Reader:
         """Samples and items that were left out, by the number of the sample with which they are reported."""
         self._new: list[SampleFailure] = []
         """Those since the last sample."""
+        self.state_bytes = 0
+        """Bytes of the state that was taken last."""
         seed = hash((settings.seed, epoch, number)) % 2**62
         seed_all(seed)
         self._source = Source(settings.open_reader(number, settings.readers))
@@ -193,7 +195,9 @@ class Reader:
         if not self._source.has_state:
             return None
         self._source.mark()
-        return ReaderState(self.epoch, self._source.number, packed(self._source.position()))
+        data = packed(self._source.position())
+        self.state_bytes = len(data)
+        return ReaderState(self.epoch, self._source.number, data)
 
 
 class OwnReaders:
@@ -202,10 +206,12 @@ class OwnReaders:
     Args:
         settings: of all readers.
         epoch: of the samples.
+        takes_small_states: whether small states are taken after each batch: in a worker process, which no step waits
+            for, and which ends when members change. Its member then continues without reading again.
     """
 
-    def __init__(self, settings: ReaderSettings, epoch: int) -> None:
-        self._settings, self.epoch = settings, epoch
+    def __init__(self, settings: ReaderSettings, epoch: int, *, takes_small_states: bool = False) -> None:
+        self._settings, self.epoch, self._takes_small_states = settings, epoch, takes_small_states
         self._readers: dict[int, Reader] = {}
         self._has_checked = False
         """Whether `open_reader` is known to return new objects."""
@@ -232,7 +238,9 @@ class OwnReaders:
                     self._has_checked = True
                 state = states(number, self.epoch, place.start)
                 self._readers[number] = Reader(self._settings, number, self.epoch, place.start, state)
-            found.append(self._readers[number].read(place, keeps_state=batch.keeps_state_of(number)))
+            reader = self._readers[number]
+            is_small = self._takes_small_states and reader.state_bytes <= SMALL_STATE
+            found.append(reader.read(place, keeps_state=is_small or batch.keeps_state_of(number)))
         return found
 
 

@@ -65,7 +65,8 @@ class Feed(IterableDataset[Tensor]):
     def __iter__(self) -> Iterator[Tensor]:
         worker = get_worker_info()
         assert worker is not None
-        parts, batch = OwnReaders(self._settings, self._epoch), self._batch
+        parts = OwnReaders(self._settings, self._epoch, takes_small_states=True)
+        batch = self._batch
         owned = self._owned[worker.id :: worker.num_workers]
         # Data sets that divide themselves among worker processes, as those of Hugging Face, would do so to each reader.
         torch.utils.data._utils.worker._worker_info = None

@@ -18,6 +18,8 @@ logger = logging.getLogger(__name__)
 
 STATE_PERIOD = 16
 """Batches between two states of a reader."""
+SMALL_STATE = 4096
+"""Bytes of a state that worker processes take after each batch."""
 EXCHANGE_PERIOD = 16
 """Minimum number of batches between two exchanges of states."""
 EXCHANGE_BYTES = 64 << 10
