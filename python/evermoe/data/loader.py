@@ -18,7 +18,7 @@ from evermoe.data.sampler import Share
 from evermoe.data.stateful import check_resumes, has_state
 from evermoe.errors import UnsupportedState
 from evermoe.options import checked
-from evermoe.process.seeds import seeded
+from evermoe.process.seeds import seeded_reading
 
 logger = logging.getLogger(__name__)
 
@@ -139,11 +139,9 @@ class ElasticLoader:
         self._read()
         found = {name: getattr(self, attribute) for name, attribute in _COUNTS.items()}
         found |= {"lists": dict(self._lists)} if self._lists else {}
-        return (
-            found
-            if self.states is None
-            else found | {"batches": self.states.batch, "exchange_at": self.states.exchange_at}
-        )
+        if self.states is None:
+            return found
+        return found | {"batches": self.states.batch, "exchange_at": self.states.exchange_at}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state` was taken."""
@@ -209,7 +207,7 @@ class ElasticLoader:
 
     def _batches(self, taken: int) -> Iterator[Any]:
         """Return the batches of the epoch from the loader's position on, each read with its own random seed."""
-        with seeded(self._seed, self._epoch):  # workers get their seeds here
+        with seeded_reading(self._seed, self._epoch):  # workers get their seeds here
             iterator = iter(self._loader)
         return _read_seeded(iterator, self._seed, self._epoch, taken)
 
@@ -263,7 +261,7 @@ def _read_seeded(iterator: Iterator[Any], seed: int, epoch: int, taken: int) -> 
     live until a garbage collection, which may run in a process that was forked meanwhile.
     """
     for number in itertools.count(taken):
-        with seeded(seed, epoch, number):  # a sampler that shuffles gets its seed with the first
+        with seeded_reading(seed, epoch, number):  # a sampler that shuffles gets its seed with the first
             batch = next(iterator, _END)
         if batch is _END:
             return

@@ -81,14 +81,14 @@ class ReaderSettings(NamedTuple):
     skips_errors: bool
     """Whether samples that raise an exception are left out."""
 
-    def check_makes_new(self, number: int) -> None:
-        """Check that a reader that is opened again begins at its start, and not where another one is.
+    def check_makes_new(self, number: int, items: Any) -> None:
+        """Check that a reader that is opened again begins at its start, and not where `items`, opened before, is.
 
         Raises:
             ValueError: `open_reader` returns an object that it has returned before, or makes its iterable of one.
         """
-        opened = [self.open_reader(number, self.readers) for _ in range(2)]
-        shared = shared_part(part for items in opened for part in parts_with_a_place(items))
+        opened = items, self.open_reader(number, self.readers)
+        shared = shared_part(part for each in opened for part in parts_with_a_place(each))
         if shared is not None:
             raise ValueError(
                 f"expected open_reader to return a new iterable in each call, got the same {type(shared).__name__} "
@@ -156,6 +156,11 @@ class Reader:
                 f"sample {self._source.number} of reader {self.number} in epoch {self.epoch} has raised "
                 f"{_reason(error)}{hint}"
             ) from error
+
+    @property
+    def items(self) -> Any:
+        """Its iterable."""
+        return self._source.items
 
     def continues_at(self, start: int) -> bool:
         """Return whether the sample of this number is the next one, or the first of those that were returned last."""
@@ -233,11 +238,11 @@ class OwnReaders:
             place = batch.place_of(number, count)
             known = self._readers.get(number)
             if known is None or not known.continues_at(place.start):
-                if not self._has_checked:
-                    self._settings.check_makes_new(number)
-                    self._has_checked = True
                 state = states(number, self.epoch, place.start)
                 self._readers[number] = Reader(self._settings, number, self.epoch, place.start, state)
+                if not self._has_checked:
+                    self._settings.check_makes_new(number, self._readers[number].items)
+                    self._has_checked = True
             reader = self._readers[number]
             is_small = self._takes_small_states and reader.state_bytes <= SMALL_STATE
             found.append(reader.read(place, keeps_state=is_small or batch.keeps_state_of(number)))

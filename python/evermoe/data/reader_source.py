@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from evermoe.data.reader import Batch, OwnReaders, Reader, ReaderPart, ReaderSettings
 from evermoe.data.reader_states import ReaderState, ReaderStates
-from evermoe.process.seeds import seeded
+from evermoe.process.seeds import seeded_reading
 
 SPARE_SAMPLES = 16
 """Samples of a reader among which one is looked for that raises no exception."""
@@ -70,10 +70,11 @@ class Feed(IterableDataset[Tensor]):
         owned = self._owned[worker.id :: worker.num_workers]
         # Data sets that divide themselves among worker processes, as those of Hugging Face, would do so to each reader.
         torch.utils.data._utils.worker._worker_info = None
-        while True:
-            found = parts.read(owned, batch, lambda number, *_: self._states.get(number))
-            yield _pickled(found)
-            batch = batch.next
+        with seeded_reading(self._settings.seed, self._epoch):
+            while True:
+                found = parts.read(owned, batch, lambda number, *_: self._states.get(number))
+                yield _pickled(found)
+                batch = batch.next
 
 
 class ReaderSource:
@@ -97,7 +98,7 @@ class ReaderSource:
 
     def read(self, epoch: int, owned: range, batch: Batch) -> list[ReaderPart]:
         """Return the samples of these readers for a batch."""
-        with seeded(self._settings.seed, epoch):  # reading seeds the generators
+        with seeded_reading(self._settings.seed, epoch):  # reading seeds the generators
             if self._num_workers and owned:
                 parts = self._from_workers(epoch, owned, batch)
             else:
@@ -127,7 +128,7 @@ class ReaderSource:
         """
         count = self._settings.readers
         for number in range(count) if not self._spare else ():
-            with seeded(self._settings.seed, epoch):
+            with seeded_reading(self._settings.seed, epoch):
                 part = Reader(self._settings, number, epoch, 0, None).read(range(SPARE_SAMPLES), keeps_state=False)
             self._spare = list(part.samples.values())[:1]
             if self._spare:

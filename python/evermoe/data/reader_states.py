@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import struct
@@ -118,9 +119,8 @@ class ReaderStates:
 
     def keep(self, states: Sequence[bytes]) -> None:
         """Keep the states of all members' readers, the same on all of them, and set the next exchange."""
-        for reader, state in (each for data in states for each in _divided(data)):
-            data = np.frombuffer(_headed(state), np.uint8)
-            row = self.tensor[reader].numpy()
+        for reader, state in itertools.chain.from_iterable(map(_divided, states)):
+            data, row = np.frombuffer(_headed(state), np.uint8), self.tensor[reader].numpy()
             row[: len(data)], row[len(data) :] = data, 0
         nbytes = sum(map(len, states))
         period = nbytes // EXCHANGE_BYTES

@@ -16,7 +16,7 @@ from evermoe.data.reader_states import ReaderStates
 from evermoe.data.sampler import Share
 from evermoe.errors import UnsupportedState
 from evermoe.options import checked
-from evermoe.process.seeds import seeded
+from evermoe.process.seeds import seeded_reading
 
 
 class ElasticReaders:
@@ -40,10 +40,10 @@ class ElasticReaders:
 
     When members change, the others take over the readers of those that left. A reader whose iterable has `state_dict`
     and `load_state_dict` continues from its latest state that the members have exchanged, and reads again the few
-    samples since, without returning them; one with access by index
-    continues at an index, and any other reads again from the start of its epoch. So an iterable must yield
-    the same samples in the same order whenever it is opened in the same epoch. Each sample is read with the global
-    generators of `random`, NumPy and torch seeded from (seed, epoch, reader, sample).
+    samples since, without returning them; one with access by index continues at an index, and any other reads again
+    from the start of its epoch. So an iterable must yield the same samples in the same order whenever it is opened in
+    the same epoch. Each sample is read with the global generators of `random`, NumPy and torch seeded from (seed,
+    epoch, reader, sample).
 
     Args:
         open_reader: `open_reader(reader, readers)` returns the samples of a reader as a new iterable. It is called for
@@ -196,7 +196,7 @@ class ElasticReaders:
         owned, own = range(count * position // n, count * (position + 1) // n), OwnReaders(self._settings, 0)
         has_more = bool(owned)
         while has_more:
-            with seeded(self._settings.seed, 0):
+            with seeded_reading(self._settings.seed, 0):
                 parts = own.read(owned, batch, lambda *_: None)
             samples = list(itertools.chain.from_iterable(part.samples.values() for part in parts))
             if samples:

@@ -9,8 +9,10 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
-_open_blocks: list[tuple[int, ...]] = []
-"""Numbers of the `seeded` blocks that this process is in."""
+
+class _Reading:
+    depth = 0
+    """Number of the `seeded_reading` blocks that this process is in."""
 
 
 def seed_all(*numbers: int) -> None:
@@ -42,12 +44,10 @@ def seeded(*numbers: int) -> Iterator[None]:
     """
     python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
     gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
-    _open_blocks.append(numbers)
     try:
         seed_all(*numbers)
         yield
     finally:
-        _open_blocks.pop()
         random.setstate(python)
         np.random.set_state(numpy)
         torch.set_rng_state(cpu)
@@ -56,12 +56,23 @@ def seeded(*numbers: int) -> Iterator[None]:
 
 
 @contextmanager
-def preserved() -> Iterator[None]:
-    """Restore all global random generators after a block that seeds them, unless it is in a `seeded` block.
+def seeded_reading(*numbers: int) -> Iterator[None]:
+    """Seed as `seeded` does for a block that only reads data, and draws nothing for another purpose."""
+    with seeded(*numbers):
+        _Reading.depth += 1
+        try:
+            yield
+        finally:
+            _Reading.depth -= 1
 
-    A `seeded` block restores them at its end. To do so for each sample would take longer than to read many of them.
+
+@contextmanager
+def preserved() -> Iterator[None]:
+    """Restore all global random generators after a block that seeds them, unless it is in a `seeded_reading` block.
+
+    That one restores them at its end. To do so for each sample would take longer than to read many of them.
     """
-    if _open_blocks:
+    if _Reading.depth:
         yield
     else:
         with seeded(0):

@@ -339,6 +339,16 @@ def test_generators_of_a_script_stay_as_they_are():
         assert before == (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())
 
 
+def test_reading_in_a_step_leaves_what_the_step_draws():
+    """A session seeds each step by its rank: dropout must not follow the data, which may be the same for all ranks."""
+    with seeded(0, 5, 1):
+        expected = torch.rand(3)
+    items = iter(Shuffled(range(20), 4))
+    with seeded(0, 5, 1):
+        next(items)
+        assert torch.equal(torch.rand(3), expected)
+
+
 def test_epochs_of_one_object_each_have_all_items_also_after_a_resume():
     made = Shuffled(Stream(range(10)), 4)
     list(itertools.islice(made, 6))
