@@ -277,13 +277,15 @@ class HostMemory:
 
 def copy_to(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
     """Return the arrays as tensors on a device; to a GPU with one asynchronous copy."""
-    tensors = [torch.from_numpy(np.ascontiguousarray(array)) for array in arrays]
+    arrays = [np.ascontiguousarray(array) for array in arrays]
+    tensors = [torch.from_numpy(array) for array in arrays]
     if device.type == "cpu":
         return tensors
-    starts = [0, *accumulate(-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors)]
+    starts = [0, *accumulate(-(-array.nbytes // ALIGNMENT) * ALIGNMENT for array in arrays)]
     host = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=True)
-    for start, tensor in zip(starts, tensors, strict=False):
-        host[start : start + tensor.nbytes] = tensor.reshape(-1).view(torch.uint8)
+    for start, array in zip(starts, arrays, strict=False):
+        # By NumPy: torch refuses to view empty arrays of a stride of 0 as bytes.
+        host.numpy()[start : start + array.nbytes] = array.reshape(-1).view(np.uint8)
     on_device = host.to(device, non_blocking=True)
     return [
         on_device.narrow(0, start, tensor.nbytes).view(tensor.dtype).view(tensor.shape)
