@@ -34,7 +34,7 @@ CASES = {
     "examples of ops": (RANDOM, ["ops"], "example or second or refusals or launches"),
     "copies in any order": (RANDOM, COPIES, f"not ({STILL_RUNS})"),
     "every op": (EARLY, ["ops", "test_optim.py"], f"not ({ELSEWHERE} or {STILL_RUNS})"),
-    "layers": (LATE, ["test_host_waits.py", "test_checkpointed_moe.py"], ""),
+    "layers": (LATE, ["test_host_waits.py", "test_checkpointed_moe.py", "test_arbitrary_counts.py"], ""),
     "sessions": (LATE, ["session/training/test_one_gpu.py"], ""),
     "pipelines": (RANDOM, ["pipeline/test_pipeline_on_gpu.py"], ""),
     "groups over NCCL": (RANDOM, ["comm/test_nccl_groups.py"], ""),

@@ -104,11 +104,16 @@ class Exchange:
 
         Replicas of an expert share its tokens evenly.
 
+        As the host reads nothing, it cannot refuse the arbitrary counts that an aborted collective leaves. They result
+        in arbitrary rows, but in no access out of range: after a failed assert the process could not use its GPU.
+
         Args:
-            tokens_RE: as for `of`.
+            tokens_RE: int64 on the layer's device, tokens of each rank for each expert.
             padding: of the placement.
             rank: of this process.
         """
+        received_R = [padding.most_R[rank]] * len(padding.most_R)
+        tokens_RE = tokens_RE.clamp(0, max(padding.most_R))
         send_ER, receive_Re = padding.split(tokens_RE, rank)
         rest_R1 = padding.most_R[rank] - receive_Re.sum(1, keepdim=True)
         tokens_E = tokens_RE.sum(0)
@@ -116,9 +121,9 @@ class Exchange:
             share_E=tokens_E.double() / tokens_E.sum().clamp(min=1),
             send_ER=send_ER,
             receive_Re=torch.cat([receive_Re, rest_R1], 1),
-            ends_e=receive_Re.sum(0).cumsum(0).to(torch.int32),
+            ends_e=receive_Re.sum(0).cumsum(0).clamp_(max=sum(received_R)).to(torch.int32),
             sent_R=padding.most_R,
-            received_R=[padding.most_R[rank]] * len(padding.most_R),
+            received_R=received_R,
             lengths_e=None,
             starts_R=padding.starts_R,
         )
@@ -130,7 +135,7 @@ class Exchange:
         Replicas of an expert share its tokens evenly.
 
         Args:
-            tokens_RE: as for `of`.
+            tokens_RE: int64 on the layer's device, tokens of each rank for each expert.
             placed: the placement.
             rank: of this process.
             host: memory for the sizes.
@@ -184,7 +189,8 @@ class Exchange:
         rows_R = self.send_ER.sum(0)
         ends_R = rows_R.cumsum(0)
         shifts_R = (self.starts_R - ends_R + rows_R).to(positions_TK.dtype)
-        ranks_TK = torch.searchsorted(ends_R.to(positions_TK.dtype), positions_TK, right=True)
+        # Without the last end, no position is beyond the last rank, whatever the counts are.
+        ranks_TK = torch.searchsorted(ends_R[:-1].to(positions_TK.dtype), positions_TK, right=True)
         padded_TK = positions_TK + shifts_R.take(ranks_TK)
         return invert_positions(padded_TK, sum(self.sent_R)), padded_TK
 

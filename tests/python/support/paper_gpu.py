@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 DEVICE = torch.device("cuda", 0)
 OPS = {
     "aten": """
-        _foreach_norm _softmax _softmax_backward_data _to_copy abs add add_ addmm all arange cat clamp clone
+        _foreach_norm _softmax _softmax_backward_data _to_copy abs add add_ addmm all arange cat clamp clamp_ clone
         cumsum detach div empty_like eq expand full gather ge index_select isfinite lt masked_fill mean mm mul ne neg
         new_empty new_zeros ones ones_like pow randn_like remainder rsqrt rsub scalar_tensor scatter scatter_
         scatter_add searchsorted select sigmoid sigmoid_backward silu silu_backward slice slice_backward

@@ -94,8 +94,18 @@ def _multiply_all(tensors: list[Tensor], factor: float) -> None:
         tensor.mul_(factor)
 
 
-AS_ON_CUDA: dict[Any, Callable[..., Any]] = {torch.ops.aten._foreach_mul_.Scalar: _multiply_all}
-"""CUDA multiplies in float32 and rounds once; on the CPU this op rounds the factor to the tensors' type first."""
+def _multiply_groups(rows: Tensor, matrices: Tensor, offs: Tensor, *others: Any, **options: Any) -> Tensor:
+    ends = [0, *offs.tolist()]
+    assert ends == sorted(ends) and ends[-1] <= rows.shape[1 if matrices.dim() == 2 else 0], f"grouped_mm up to {ends}"
+    return torch.ops.aten._grouped_mm.default(rows, matrices, offs, *others, **options)
+
+
+AS_ON_CUDA: dict[Any, Callable[..., Any]] = {
+    torch.ops.aten._foreach_mul_.Scalar: _multiply_all,
+    torch.ops.aten._grouped_mm.default: _multiply_groups,
+}
+"""Ops that differ on CUDA. It multiplies in float32 and rounds once, where on the CPU the first op rounds the factor to
+the tensors' type before that. Its grouped product fails for good where groups do not ascend or leave the rows."""
 
 
 def _stand_in(op: Any) -> Callable[..., Any]:
