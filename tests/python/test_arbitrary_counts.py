@@ -40,11 +40,11 @@ def test_a_padded_plan_stays_in_its_buffers(kind):
             experts = np.flatnonzero(matrix_RE[rank]).tolist()
             padding = Padding.of(matrix_RE, experts, MOST, K, counts_RE.device)
             exchange = Exchange.padded(counts_RE, padding, rank)
-            ends_e = [0, *exchange.ends_e.tolist(), sum(exchange.received_R)]
+            ends_e = [0, *exchange.ends_e.tolist(), sum(exchange.sizes.received_R)]
             assert ends_e == sorted(ends_e)
             positions_TK = torch.randperm(MOST * K, dtype=torch.int32).view(MOST, K)
             row_ids, padded_TK = exchange.pad(positions_TK)
-            assert len(row_ids) == sum(exchange.sent_R)
+            assert len(row_ids) == sum(exchange.sizes.sent_R)
             assert set(row_ids.tolist()) <= {-1, *range(MOST * K)}
             assert padded_TK.shape == (MOST, K)
 

@@ -41,7 +41,7 @@ def waits(group, matrix, options):
     with PaperGpu() as gpu, mock.patch.object(experts, "split_tokens", wraps=experts.split_tokens) as split:
         passes = pass_through(gpu.move(layer), gpu.tensor(x))
         next(passes)
-        forward, backward = list(gpu.waits), gpu.waits
+        forward, backward, done = list(gpu.waits), gpu.waits, list(gpu.done)
         backward.clear()
         found = {name: each.value for name, each in next(passes).items()}
         backward = list(gpu.waits)
@@ -49,6 +49,7 @@ def waits(group, matrix, options):
         counted = layer.load_E, layer.tokens_E
     return {
         "forward": forward,
+        "before the wait": done[: done.index("wait")] if forward else [],
         "backward": backward,
         "found": found,
         "expected": expected,
@@ -81,6 +82,14 @@ def test_one_wait_a_layer_and_none_if_alone(tmp_path, ranks):
         assert found["forward"] == ([] if is_quick else ["synchronize"])
 
 
+@pytest.mark.parametrize("ranks", PLACEMENTS)
+def test_the_gpu_has_work_while_the_host_waits(tmp_path, ranks):
+    """Where the GPU plans the exchange, the rows for experts are launched before the host waits for their number."""
+    several = [{"dtype": torch.float32, "token_split": "even", "fp8_dispatch": fp8} for fp8 in (False, True)]
+    for _, found in run(tmp_path, ranks, *several, {"dtype": torch.float32} if ranks == 1 else several[0]):
+        assert {"evermoe::dispatch_plan", "evermoe::permute"} <= set(found["before the wait"])
+
+
 def test_the_gpu_splits_tokens_evenly_and_the_host_reads_how_many_in_its_one_wait(tmp_path):
     """Results and counts are those of the CPU, where the host splits them. A larger exchange has exact sizes."""
     several = [
@@ -93,6 +102,11 @@ def test_the_gpu_splits_tokens_evenly_and_the_host_reads_how_many_in_its_one_wai
         assert "token_split" not in options or found["splits of the host"] == (options["token_split"] == "balanced")
 
 
+def numbers_of(exchange):
+    found = vars(exchange.sizes) | vars(exchange)
+    return {name: getattr(each, "value", each) for name, each in found.items() if "sizes" not in name}
+
+
 def plan_both(group):
     """The exchange of a layer as the host plans it for the CPU, and as a GPU splits the tokens."""
     layer = MoE(H, 16, E, token_split="even").experts
@@ -103,7 +117,7 @@ def plan_both(group):
             layer.ids = np.flatnonzero(layer.matrix_RE[group.rank]).tolist()
             counts_E = torch.randint(0, 50, (E,))
             each = layer.plan_exchange(counts_E), layer.plan_exchange(gpu.tensor(counts_E))
-            found.append([{name: getattr(way, "value", way) for name, way in vars(one).items()} for one in each])
+            found.append([numbers_of(exchange) for exchange in each])
         assert gpu.waits == ["synchronize"] * 2
     return found
 
@@ -215,14 +229,14 @@ def test_values_that_were_not_waited_for_are_not_visible():
 def test_values_that_the_host_has_read_are_visible():
     memory, place = HostMemory(), 0
     for numbers in (torch.arange(6).view(2, 3), torch.arange(7, 11), torch.rand(3)):
-        read = memory.read(numbers.cuda())
+        read = memory.begin_read(numbers.cuda())()
         assert (read == numbers.numpy()).all()
         assert read.dtype == numbers.numpy().dtype
         assert (read.ctypes.data == place) == (numbers.shape == (4,)), "memory that is large enough is used again"
         place = read.ctypes.data
     twin = copy.deepcopy(memory)
-    assert twin.read(numbers.cuda()).ctypes.data != place
-    assert memory.read(numbers).ctypes.data == numbers.data_ptr(), "on the CPU it is read where it is"
+    assert twin.begin_read(numbers.cuda())().ctypes.data != place
+    assert memory.begin_read(numbers)().ctypes.data == numbers.data_ptr(), "on the CPU it is read where it is"
 
 
 @contextmanager

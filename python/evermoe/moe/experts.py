@@ -195,12 +195,14 @@ class Experts(PartialExperts, Layer):
             rows_NH = fp8_exchange.send(sent_TH, row_ids, positions_TK, exchange, self.group)
         else:
             rows_NH, weights_TK = self._rows(sent_TH, row_ids, positions_TK, weights_TK)
-            rows_NH = exchange.by_expert(all_to_all(rows_NH, exchange.sent_R, exchange.received_R, self.group))
+            sizes = exchange.sizes  # the host waits here, while the GPU has work
+            rows_NH = exchange.by_expert(all_to_all(rows_NH, sizes.sent_R, sizes.received_R, self.group))
         if len(self.ids) == 0:
             outputs_NH = take_part(rows_NH, self._matrices(rows_NH.dtype))
         else:
             outputs_NH = self._feed_forward(rows_NH, _product(exchange, rows_NH.dtype, self._widths), exchange.ends_e)
-        returned_NH = all_to_all(exchange.by_source(outputs_NH), exchange.received_R, exchange.sent_R, self.group)
+        sizes = exchange.sizes
+        returned_NH = all_to_all(exchange.by_source(outputs_NH), sizes.received_R, sizes.sent_R, self.group)
         return ops.unpermute(returned_NH, positions_TK, weights_TK).to(x_TH.dtype)
 
     def _forward_in_graph(self, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, counts_E: Tensor) -> Tensor:
@@ -247,14 +249,10 @@ class Experts(PartialExperts, Layer):
         """
         self.count.begun += self.group.broken is None
         tokens_RE = self.group.all_gather(counts_E)
-        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
-            raise UnsupportedState(
-                "Experts: expected no capture of a CUDA graph: the host must read how many tokens go where. Give "
-                "max_tokens, and bfloat16 experts whose matrices have rows of a multiple of 16 bytes"
-            )
+        _refuse_capture()
         if self.token_split == "even" and tokens_RE.is_cuda and self.group.size <= MAX_RANKS:
             return self._plan_on_device(tokens_RE)
-        on_host_RE = self._host.read(tokens_RE)
+        on_host_RE = self._host.begin_read(tokens_RE)()
         self.group.check_nccl()  # after a failure the GPU is released without the counts
         tokens_E = on_host_RE.sum(0)
         self.count.add(tokens_E, is_counted=self.training and not checkpointing.is_recomputing())
@@ -267,10 +265,13 @@ class Experts(PartialExperts, Layer):
         matrix_RE, device = self.matrix_RE, tokens_RE.device
         if self._placed is None or self._placed[0] is not matrix_RE or self._placed[1] != device:
             self._placed = matrix_RE, device, Placed.on(device, matrix_RE, self.ids)
-        exchange, tokens_E = Exchange.plan_on_device(tokens_RE, self._placed[2], self.group.rank, self._host)
-        self.group.check_nccl()  # as above
-        self.count.add(tokens_E.copy(), is_counted=self.training and not checkpointing.is_recomputing())
-        return exchange
+        is_counted = self.training and not checkpointing.is_recomputing()
+
+        def count(tokens_E: NDArray[np.int64]) -> None:
+            self.group.check_nccl()  # as above
+            self.count.add(tokens_E.copy(), is_counted=is_counted)
+
+        return Exchange.plan_on_device(tokens_RE, self._placed[2], self.group.rank, self._host, count)
 
     def _plan(self, ids_TK: Tensor, counts_E: Tensor, x_TH: Tensor) -> Exchange:
         """Plan the exchange of a forward; all ranks make the same choice of a plan on the host or not. Collective.
@@ -285,11 +286,12 @@ class Experts(PartialExperts, Layer):
             )
         if self.turns is not None:
             self.turns.take(self, Manner.of(x_TH, ids_TK, in_graph=False))
-        if not graph_ops.takes_groups(counts_E.device, dtype, self._widths):
-            return self.plan_exchange(counts_E)
-        if self.group.is_alone and (self.max_tokens is not None or counts_E.device.type == "cuda"):
-            return Exchange.alone(self._gather(counts_E), tokens * top_k)
-        if self.max_tokens is not None:
+        is_quick = graph_ops.takes_groups(counts_E.device, dtype, self._widths)
+        if self.group.is_alone and (counts_E.is_cuda or (is_quick and self.max_tokens is not None)):
+            if not is_quick:
+                _refuse_capture()
+            return Exchange.alone(self._gather(counts_E), tokens * top_k, None if is_quick else self._host)
+        if is_quick and self.max_tokens is not None:
             padding = self._find_padding(self.max_tokens, top_k, counts_E.device)
             if padding.fits(self.hidden * dtype.itemsize):
                 return Exchange.padded(self._gather(counts_E), padding, self.group.rank)
@@ -329,6 +331,15 @@ class Experts(PartialExperts, Layer):
         return self.expert.hidden, self.expert.intermediate
 
 
+def _refuse_capture() -> None:
+    """Refuse to continue in the capture of a CUDA graph, where the host can read nothing."""
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        raise UnsupportedState(
+            "Experts: expected no capture of a CUDA graph: the host must read how many tokens go where. Give "
+            "max_tokens, and bfloat16 experts whose matrices have rows of a multiple of 16 bytes"
+        )
+
+
 def _check_shapes(x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, hidden: int) -> None:
     tokens = len(x_TH)
     if x_TH.dim() != 2 or x_TH.shape[1] != hidden or ids_TK.dim() != 2 or len(ids_TK) != tokens:
@@ -343,7 +354,7 @@ def _check_shapes(x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, hidden: int)
 
 def _product(exchange: Exchange, dtype: torch.dtype, widths: tuple[int, int]) -> Product:
     """Return the product for the exchange's rows of each local expert."""
-    ends_e, lengths_e = exchange.ends_e, exchange.lengths_e
+    ends_e, lengths_e = exchange.ends_e, exchange.sizes.lengths_e
     if lengths_e is None or graph_ops.takes_groups(ends_e.device, dtype, widths):
         return lambda rows_NC, matrices_eDC: graph_ops.multiply_at_once(rows_NC, matrices_eDC, ends_e)
     return lambda rows_NC, matrices_eDC: graph_ops.multiply_one_by_one(rows_NC, matrices_eDC, lengths_e)

@@ -25,9 +25,10 @@ class _Send(torch.autograd.Function):
         ctx.exchange, ctx.group = exchange, group
         tokens = quantize_rows(x_TH)  # once per token, not once per expert
         rows = ops.permute(tokens.view(torch.float16), row_ids, positions_TK).view(torch.uint8)
-        rows = rows.narrow(0, 0, sum(exchange.sent_R))
+        sizes = exchange.sizes  # the host waits here, while the GPU has work
+        rows = rows.narrow(0, 0, sum(sizes.sent_R))
         if group.size > 1:
-            rows = group.all_to_all(rows, exchange.sent_R, exchange.received_R)
+            rows = group.all_to_all(rows, sizes.sent_R, sizes.received_R)
         return dequantize_rows(exchange.by_expert(rows), x_TH.shape[1], x_TH.dtype)
 
     @staticmethod
@@ -36,7 +37,7 @@ class _Send(torch.autograd.Function):
         exchange = ctx.exchange
         rows_NH = exchange.by_source(gradients[0].contiguous())
         if ctx.group.size > 1:
-            rows_NH = ctx.group.all_to_all(rows_NH, exchange.received_R, exchange.sent_R)
+            rows_NH = ctx.group.all_to_all(rows_NH, exchange.sizes.received_R, exchange.sizes.sent_R)
         return ops.unpermute(rows_NH, positions_TK), None, None, None, None
 
 

@@ -118,7 +118,7 @@ def plan_exchange(
     if found.turns is not None:
         found.turns.take(found, Manner(*manner))
     exchange = found.plan_exchange(counts_E)
-    splits_2R = torch.tensor([exchange.sent_R, exchange.received_R], device="cpu")
+    splits_2R = torch.tensor([exchange.sizes.sent_R, exchange.sizes.received_R], device="cpu")
     return exchange.share_E.float(), exchange.send_ER, exchange.receive_Re, splits_2R
 
 

@@ -5,8 +5,9 @@ Shape suffixes: R ranks, E experts, e local experts, T tokens, K experts per tok
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
@@ -27,6 +28,18 @@ ALIGNMENT = 16
 
 
 @dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """Numbers of rows in one forward that the host knows."""
+
+    sent_R: list[int]
+    """Rows to each rank, padding included."""
+    received_R: list[int]
+    """Rows from each rank, padding included."""
+    lengths_e: list[int] | None
+    """Rows of each local expert; None if the host does not know them."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Exchange:
     """Numbers of rows from and to each rank and expert in one forward."""
 
@@ -38,14 +51,15 @@ class Exchange:
     """int64: rows from each rank for each local expert; padding counts as rows of an additional last expert."""
     ends_e: Tensor
     """int32: ends of the local experts' rows in the order of experts."""
-    sent_R: list[int]
-    """Rows to each rank, padding included."""
-    received_R: list[int]
-    """Rows from each rank, padding included."""
-    lengths_e: list[int] | None
-    """Rows of each local expert; None if the host does not know them."""
+    read_sizes: Callable[[], Sizes]
+    """Return the host's numbers; may wait for a GPU. Called once."""
     starts_R: Tensor | None = None
     """int64: start of each rank's part among the sent rows; None without padding."""
+
+    @cached_property
+    def sizes(self) -> Sizes:
+        """Numbers of rows that the host knows. It may wait for them at the first use: launch all other work before."""
+        return self.read_sizes()
 
     @staticmethod
     def of(
@@ -69,33 +83,34 @@ class Exchange:
         ends_e = lengths_e.cumsum().astype(np.int32)
         arrays = [tokens_E / max(tokens_E.sum(), 1), send_ER, receive_Re, ends_e]
         on_device = copy_to(arrays, device)
+        sizes = Sizes(
+            sent_R=send_ER.sum(0).tolist(), received_R=receive_RE.sum(1).tolist(), lengths_e=lengths_e.tolist()
+        )
         return Exchange(
             share_E=on_device[0],
             send_ER=on_device[1],
             receive_Re=on_device[2],
             ends_e=on_device[3],
-            sent_R=send_ER.sum(0).tolist(),
-            received_R=receive_RE.sum(1).tolist(),
-            lengths_e=lengths_e.tolist(),
+            read_sizes=lambda: sizes,
         )
 
     @staticmethod
-    def alone(tokens_RE: Tensor, rows: int) -> Exchange:
-        """Plan the exchange of a single rank; the host waits for nothing.
+    def alone(tokens_RE: Tensor, rows: int, host: HostMemory | None) -> Exchange:
+        """Plan the exchange of a single rank.
 
         Args:
             tokens_RE: int64 on the layer's device, tokens of this rank for each expert.
             rows: number of choices, including those of no expert.
+            host: memory for the rows of each expert, for which the host waits. None: it waits for nothing.
         """
         tokens_E = tokens_RE.squeeze(0)
+        read = None if host is None else host.begin_read(tokens_E)
         return Exchange(
             share_E=tokens_E.double() / tokens_E.sum().clamp(min=1),
             send_ER=tokens_E.unsqueeze(1),
             receive_Re=tokens_RE,
             ends_e=tokens_E.cumsum(0).to(torch.int32),
-            sent_R=[rows],
-            received_R=[rows],
-            lengths_e=None,
+            read_sizes=lambda: Sizes(sent_R=[rows], received_R=[rows], lengths_e=read and read().tolist()),
         )
 
     @staticmethod
@@ -122,15 +137,19 @@ class Exchange:
             send_ER=send_ER,
             receive_Re=torch.cat([receive_Re, rest_R1], 1),
             ends_e=receive_Re.sum(0).cumsum(0).clamp_(max=sum(received_R)).to(torch.int32),
-            sent_R=padding.most_R,
-            received_R=received_R,
-            lengths_e=None,
+            read_sizes=lambda: Sizes(sent_R=padding.most_R, received_R=received_R, lengths_e=None),
             starts_R=padding.starts_R,
         )
 
     @staticmethod
-    def plan_on_device(tokens_RE: Tensor, placed: Placed, rank: int, host: HostMemory) -> tuple[Exchange, np.ndarray]:
-        """Plan an exchange with exact sizes on the device; the host waits once, for the sizes.
+    def plan_on_device(
+        tokens_RE: Tensor,
+        placed: Placed,
+        rank: int,
+        host: HostMemory,
+        on_read: Callable[[NDArray[np.int64]], None],
+    ) -> Exchange:
+        """Plan an exchange with exact sizes on the device; the host waits once, when it needs the sizes.
 
         Replicas of an expert share its tokens evenly.
 
@@ -139,26 +158,26 @@ class Exchange:
             placed: the placement.
             rank: of this process.
             host: memory for the sizes.
-
-        Returns:
-            The exchange, and int64 `[E]`: all ranks' tokens of each expert, valid until the next read.
+            on_read: called after the wait and before the sizes are used, with int64 `[E]`: all ranks' tokens of each
+                expert, valid until the next read.
         """
         send_ER, receive_Re = placed.split(tokens_RE, rank)
         tokens_E, lengths_e = tokens_RE.sum(0), receive_Re.sum(0)
         parts = [tokens_E, send_ER.sum(0), receive_Re.sum(1), lengths_e]
-        counted_E, sent_R, received_R, rows_e = np.split(
-            host.read(torch.cat(parts)), [*accumulate(map(len, parts[:-1]))]
-        )
-        exchange = Exchange(
+        read = host.begin_read(torch.cat(parts))
+
+        def read_sizes() -> Sizes:
+            counted_E, sent_R, received_R, rows_e = np.split(read(), [*accumulate(map(len, parts[:-1]))])
+            on_read(counted_E)
+            return Sizes(sent_R=sent_R.tolist(), received_R=received_R.tolist(), lengths_e=rows_e.tolist())
+
+        return Exchange(
             share_E=tokens_E.double() / tokens_E.sum().clamp(min=1),
             send_ER=send_ER,
             receive_Re=receive_Re,
             ends_e=lengths_e.cumsum(0).to(torch.int32),
-            sent_R=sent_R.tolist(),
-            received_R=received_R.tolist(),
-            lengths_e=rows_e.tolist(),
+            read_sizes=read_sizes,
         )
-        return exchange, counted_E
 
     def by_expert(self, rows: Tensor) -> Tensor:
         """Reorder rows from (source rank, local expert) to (expert, source); differentiable."""
@@ -192,7 +211,7 @@ class Exchange:
         # Without the last end, no position is beyond the last rank, whatever the counts are.
         ranks_TK = torch.searchsorted(ends_R[:-1].to(positions_TK.dtype), positions_TK, right=True)
         padded_TK = positions_TK + shifts_R.take(ranks_TK)
-        return invert_positions(padded_TK, sum(self.sent_R)), padded_TK
+        return invert_positions(padded_TK, sum(self.sizes.sent_R)), padded_TK
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -264,21 +283,26 @@ class HostMemory:
         """Give a copy of the layer new memory."""
         return HostMemory, ()
 
-    def read(self, tensor: Tensor) -> NDArray[Any]:
-        """Return the values of a tensor. From a GPU, copy them on its current stream, and wait for the copy.
+    def begin_read(self, tensor: Tensor) -> Callable[[], NDArray[Any]]:
+        """Begin to copy the values of a tensor on a GPU, on its current stream.
 
         Returns:
-            An array of the tensor's shape and dtype. From a GPU it is valid until the next read; from the CPU it shares
-            the tensor's memory.
+            A function that waits for the copy and returns an array of the tensor's shape and dtype. From a GPU it is
+            valid until the next read; from the CPU it shares the tensor's memory.
         """
         if not tensor.is_cuda:
-            return tensor.numpy()
+            return tensor.numpy
         if self._memory is None or self._memory.dtype != tensor.dtype or self._memory.numel() < tensor.numel():
             self._memory = torch.empty(tensor.numel(), dtype=tensor.dtype, pin_memory=True)
         found = self._memory[: tensor.numel()].view(tensor.shape)
         found.copy_(tensor, non_blocking=True)
-        torch.cuda.current_stream(tensor.device).record_event().synchronize()
-        return found.numpy()
+        copied = torch.cuda.current_stream(tensor.device).record_event()
+
+        def read() -> NDArray[Any]:
+            copied.synchronize()
+            return found.numpy()
+
+        return read
 
 
 def copy_to(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:

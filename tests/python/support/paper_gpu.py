@@ -3,6 +3,7 @@
     with PaperGpu() as gpu:
         layer(gpu.tensor(x)).sum().backward()
     gpu.waits        # the ops for which the host would have waited
+    gpu.done         # all that the host has launched and waited for, in this order
 
 To autograd they are on the device `meta`, which has no streams.
 """
@@ -36,6 +37,8 @@ OPS = {
 SAFE = {f"{space}::{name}" for space, names in OPS.items() for name in names.split()}
 """Ops for which no host waits, whatever is in their tensors. Copies, and ops with some cases that wait, are looked at
 one by one; any other op counts as a wait."""
+NO_WORK = {"aten::detach", "aten::empty_like", "aten::new_empty", "aten::t"}
+"""Ops other than views that launch nothing."""
 
 
 class PaperTensor(Tensor):
@@ -71,20 +74,20 @@ class PaperTensor(Tensor):
 class PaperStream:
     """The GPU's stream; its copies into page-locked memory are complete once an event after them was waited for."""
 
-    def __init__(self, waits: list[str]) -> None:
+    def __init__(self, gpu: PaperGpu) -> None:
         self.copies: list[Callable[[], Any]] = []
-        self._waits = waits
+        self._gpu = gpu
 
     def synchronize(self) -> None:
         """Waits for all copies so far."""
-        self._waits.append("synchronize")
+        self._gpu.note_wait("synchronize")
         for copy in self.copies:
             copy()
         self.copies.clear()
 
     def record_event(self) -> PaperStream:
         """An event after the copies so far."""
-        event = PaperStream(self._waits)
+        event = PaperStream(self._gpu)
         event.copies = list(self.copies)
         return event
 
@@ -95,7 +98,9 @@ class PaperGpu(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.waits: list[str] = []
-        self._stream = PaperStream(self.waits)
+        self.done: list[str] = []
+        """Names of the ops that launch work, views left out, and "wait" for each wait."""
+        self._stream = PaperStream(self)
         self._pinned: set[int] = set()
         """Storages of page-locked memory."""
         self._patches = ExitStack()
@@ -126,6 +131,11 @@ class PaperGpu(TorchDispatchMode):
                 setattr(module, name, nn.Parameter(self.tensor(parameter)))
         return model
 
+    def note_wait(self, name: str) -> None:
+        """Note what the host waits for."""
+        self.waits.append(name)
+        self.done.append("wait")
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         flat = tree_flatten((args, kwargs))[0]
@@ -133,9 +143,12 @@ class PaperGpu(TorchDispatchMode):
         is_pinned = kwargs.pop("pin_memory", None)
         device = torch.device(kwargs["device"]) if kwargs.get("device") is not None else None
         goes_there = device.type != "cpu" if device is not None else was_there
-        if func._schema.name == "aten::copy_":
+        name = func._schema.name
+        if (was_there or goes_there) and not func.is_view and name not in NO_WORK:
+            self.done.append(name)
+        if name == "aten::copy_":
             return self._copy(*args, **kwargs)
-        self._note(func._schema.name, args, kwargs, was_there, goes_there)
+        self._note(name, args, kwargs, was_there, goes_there)
         if device is not None:
             kwargs["device"] = torch.device("cpu")
         found = func(*tree_map(_value, args), **tree_map(_value, kwargs))
@@ -149,15 +162,15 @@ class PaperGpu(TorchDispatchMode):
         if name == "aten::_to_copy" and was_there != goes_there:
             at_leisure = not was_there and kwargs.get("non_blocking") and self._is_pinned(args[0])
             if not at_leisure:
-                self.waits.append(f"{name} {'from' if was_there else 'to'} the GPU")
+                self.note_wait(f"{name} {'from' if was_there else 'to'} the GPU")
         elif (was_there or goes_there) and name not in SAFE and not _is_quick(name, args):
-            self.waits.append(name)
+            self.note_wait(name)
 
     def _copy(self, to: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
         copy = lambda: _value(to).copy_(_value(source))  # noqa: E731
         crosses = _is_there(to) != _is_there(source)
         if crosses and not (non_blocking and self._is_pinned(source if _is_there(to) else to)):
-            self.waits.append("aten::copy_")
+            self.note_wait("aten::copy_")
         elif crosses and _is_there(source):
             to.fill_(-1)  # until it is waited for
             self._stream.copies.append(copy)
