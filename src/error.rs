@@ -71,6 +71,14 @@ pub enum Error {
         /// The driver's text, and what to do where that is known.
         problem: String,
     },
+    /// A call of NCCL failed: connect its ranks again. Python's `RuntimeError`.
+    #[error("{call} failed: {problem}")]
+    Nccl {
+        /// The call.
+        call: String,
+        /// NCCL's text, or why nobody waits any longer.
+        problem: String,
+    },
     /// A call of libtorch failed. Python's `RuntimeError`.
     #[error("{call} failed: {reason}")]
     Torch {

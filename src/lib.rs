@@ -40,6 +40,7 @@
 //! |---|---|
 //! | [`cpu`] | the ops on slices: the CPU backend, and the oracle of the CUDA kernels |
 //! | `cuda` | the kernels of `kernels/` through the driver API, which is loaded at run time (feature `cuda`) |
+//! | `nccl` | collectives among GPUs that can be aborted at any time, by the NCCL that torch has loaded (feature `cuda`) |
 //! | [`torch`] | the ops, registered through libtorch's stable C ABI in a process that has loaded torch |
 //! | [`snapshot`] | arenas in shared memory that outlive a crash of the process, and the thread that captures into them |
 //! | [`durable`] | files that are on disk when the call returns, written around the page cache by several threads |
@@ -52,7 +53,7 @@
 //!
 //! | feature | adds |
 //! |---|---|
-//! | `cuda` (default) | `cuda`, and the kernels if the build finds an nvcc; no toolkit or driver is needed to build |
+//! | `cuda` (default) | `cuda`, `nccl`, and the kernels if the build finds an nvcc; no toolkit or driver is needed to build |
 //! | `object-store` | `store` |
 //! | `ucx` | messages by UCX, whose library is loaded at run time |
 //! | `python` | the extension module `evermoe._native`, which maturin builds |
@@ -72,6 +73,8 @@ pub mod dispatch;
 pub mod durable;
 pub mod engine;
 mod error;
+#[cfg(feature = "cuda")]
+pub mod nccl;
 pub mod placement;
 pub mod protection;
 pub mod protocol;

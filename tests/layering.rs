@@ -80,6 +80,7 @@ const LAYERS: [(&str, &[&str]); 22] = [
     ("durable", &["error", "background", "snapshot"]),
     ("store", &["error"]),
     ("cuda", &["error", "cpu"]),
+    ("nccl", &["error"]),
     ("torch", &["error", "dispatch", "cpu", "cuda"]),
 ];
 

@@ -717,6 +717,31 @@ class Protocol:
     def is_over(self) -> bool:
         """Whether the job is over for this member."""
 
+NCCL_NAME_BYTES: int
+
+def nccl_unique_id() -> bytes: ...
+def wait_for_nccl_aborts(seconds: float) -> bool:
+    """Wait until the aborts of this process are over, at most so long; return whether they are."""
+
+class NcclCommunicator:
+    """One rank of an NCCL communicator, on the current CUDA device: `src/nccl/`. Memory is given by address.
+
+    Args:
+        id: name of the communicator, from one rank's `nccl_unique_id`.
+        rank: of this process.
+        size: number of ranks.
+        seconds: longest wait of a call for other ranks.
+    """
+
+    def __init__(self, id: bytes, rank: int, size: int, seconds: float) -> None: ...
+    def all_reduce(self, numbers: int, count: int, kind: int, on: int) -> None: ...
+    def all_gather(self, source: int, into: int, bytes: int, on: int, /) -> None: ...
+    def all_to_all(self, source: int, sent: list[int], into: int, received: list[int], on: int, /) -> None: ...
+    def failure(self) -> str | None:
+        """Return why results cannot be trusted, or None."""
+    def abort(self) -> None:
+        """End all collectives and waits, and return at once; for any thread."""
+
 class ProbeServer:
     """A port that answers probes of one member from its own thread: `src/reachability/`.
 

@@ -16,9 +16,11 @@ impl From<Error> for PyErr {
             },
             Error::Corrupt { .. } => own("CorruptCopy", message),
             Error::Cancelled { .. } => own("CaptureCancelled", message),
-            Error::Unavailable { .. } | Error::Cuda { .. } | Error::Torch { .. } | Error::Internal(_) => {
-                PyRuntimeError::new_err(message)
-            }
+            Error::Unavailable { .. }
+            | Error::Cuda { .. }
+            | Error::Nccl { .. }
+            | Error::Torch { .. }
+            | Error::Internal(_) => PyRuntimeError::new_err(message),
         }
     }
 }

@@ -6,6 +6,8 @@ mod chunks;
 mod durable;
 mod engine;
 mod error;
+#[cfg(feature = "cuda")]
+mod nccl;
 mod ops;
 mod planning;
 mod protocol;
@@ -31,6 +33,8 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     chunks::register(module)?;
     durable::register(module)?;
     engine::register(module)?;
+    #[cfg(feature = "cuda")]
+    nccl::register(module)?;
     ops::register(module)?;
     planning::register(module)?;
     protocol::register(module)?;

@@ -54,7 +54,7 @@ MANY_ATTRIBUTES = {
     "Protection": 26,
     "Evaluations": 17,
     "FailureDetector": 20,
-    "Group": 17,
+    "Group": 18,
     "MembershipManager": 37,
     "Pacer": 21,
     "PipelineRecovery": 18,

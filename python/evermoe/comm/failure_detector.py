@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from evermoe import _native
 from evermoe.comm.batch_read import BatchRead
 from evermoe.comm.group import Group
+from evermoe.comm.nccl import Nccl
 from evermoe.comm.reachability import Reachability
 from evermoe.comm.waits import EXCESS
 from evermoe.process.native_calls import native_call
@@ -28,6 +29,8 @@ CLOCK_CHECKS = 8
 """Checks for a wall clock that was set back, and for a long read of a batch, per hang timeout."""
 READS = 1 << 63
 """Bit that is flipped in the epoch which a member answers to probes while it computes: it reads its batch just then."""
+GPU_CHECK = 0.5
+"""Most seconds between two checks whether NCCL has failed, which it reports to who asks."""
 LONG_READ = 0.5
 """Time that a read of a batch takes, in hang timeouts, when it is reported: before the others give up."""
 SET_BACK_SECONDS = 1.0
@@ -196,12 +199,15 @@ class FailureDetector:
             self._act(has_ended, gave_up)
 
     def _bound_waits(self, is_over: threading.Event) -> None:
-        """End collectives that outlast their timeout: gloo's waits follow the wall clock, which may be set back.
+        """End collectives that outlast their timeout, and those of a communicator that NCCL reports as failed.
 
+        A GPU's collectives have no timeout of their own, and gloo's waits follow the wall clock, which may be set back.
         Also report a long read of a batch.
         """
-        while not is_over.wait(self._hang_timeout / CLOCK_CHECKS):
+        pause = self._hang_timeout / CLOCK_CHECKS
+        while not is_over.wait(min(pause, GPU_CHECK) if any(self._communicators()) else pause):
             self._read.report_long(LONG_READ * self._hang_timeout)
+            self._check_gpu()
             for group in self._groups:
                 began = group.waiting
                 if (
@@ -216,6 +222,26 @@ class FailureDetector:
                             f"clock was set back by {began.set_back():.0f} s"
                         )
 
+    def _communicators(self) -> list[Nccl]:
+        """Return those of the groups, and of the groups linked to them."""
+        linked = [each for group in self._groups for each in group.linked if isinstance(each, Group)]
+        return [group.nccl for group in {*self._groups, *linked} if group.nccl is not None and group.broken is None]
+
+    def _check_gpu(self) -> None:
+        """Drop the members if NCCL has failed or the GPU waits too long in a collective."""
+        for nccl in self._communicators():
+            with native_call():
+                failure = nccl.failure()
+                if failure is not None:
+                    self._on_silent(failure)
+                elif nccl.is_stuck(self._hang_timeout):
+                    self._groups[0].timed_out = True
+                    self._on_silent(f"the GPU has waited in a collective for hang_timeout = {self._hang_timeout:g} s")
+
+    def _gpu_waits(self) -> bool:
+        """Whether the GPU has waited long enough for others that they cannot have waited for this member."""
+        return any(nccl.is_stuck(self._hang_timeout / 2) for nccl in self._communicators())
+
     def _act(self, has_ended: bool, gave_up: str | None) -> None:
         """End the waits of this member after a finding of the detector."""
         if self.silent:
@@ -225,7 +251,8 @@ class FailureDetector:
             self._on_silent(f"{who} has ended" if has_ended else f"{who} has not answered for {self._limit:g} s")
         elif gave_up is not None:
             # A collective that fails breaks its group before it ends: a member that waited with the others is not late.
-            is_late = self._is_training and not self._is_waiting and self._groups[0].broken is None
+            computes = self._is_training and not self._is_waiting and self._groups[0].broken is None
+            is_late = computes and not self._gpu_waits()
             who = "this member" if is_late else "another member"
             self._waited_for_me = gave_up if is_late else None
             reads = ", which reads its batch from its loader," if is_late and self._read.is_on else ""

@@ -1,4 +1,4 @@
-"""Collectives among the members of a job, and their failures: gloo and NCCL through torchft's process groups.
+"""Collectives among the members of a job, and their failures: gloo through torchft's process group, and NCCL.
 
 The code below keeps two rules:
 
@@ -9,8 +9,6 @@ The code below keeps two rules:
 from __future__ import annotations
 
 import logging
-import os
-import uuid
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -21,6 +19,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
 from evermoe.comm._torchft import torchft
+from evermoe.comm.nccl import Nccl, gpu_identity, may_share_a_gpu, new_name, no_name
 from evermoe.comm.plain_reason import plain_reason
 from evermoe.comm.transport import Transport
 from evermoe.comm.waits import Clocks, Wait, end_waits
@@ -29,12 +28,6 @@ from evermoe.options import count
 
 logger = logging.getLogger(__name__)
 
-ABORT_ALONE = "2"
-"""Value of TORCH_NCCL_ASYNC_ERROR_HANDLING with which torch aborts a failed communicator and keeps the process alive.
-Torch's default ends the process."""
-DUMP_MILLISECONDS = "100"
-"""Value of TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC: time in which torch may dump its record of NCCL calls after a failure.
-No group can be left before. With torch's default, leaving one took more than 30 s with the emulated NCCL."""
 CONNECT_SECONDS = 3.0
 """Time to connect, per hundred members. All were alive moments ago, so one that takes longer has failed."""
 
@@ -80,14 +73,8 @@ def _gloo(address: str | None, timeout: timedelta) -> Any:
     return Gloo(timeout=timeout)
 
 
-def _identity(device: torch.device) -> torch.Tensor:
-    """Return the UUID of a GPU, as int64 `[2]`."""
-    identity = uuid.UUID(str(torch.cuda.get_device_properties(device).uuid))
-    return torch.frombuffer(bytearray(identity.bytes), dtype=torch.int64)
-
-
 def share_a_gpu(group: Group, device: torch.device) -> bool:
-    """Return whether several members of a group share a GPU, which NCCL does not support. Collective.
+    """Return whether several members of a group share a GPU, which NCCL does not support by default. Collective.
 
     Args:
         group: the members.
@@ -96,24 +83,7 @@ def share_a_gpu(group: Group, device: torch.device) -> bool:
     Raises:
         PeerLost: a member is lost.
     """
-    return len(group.all_gather(_identity(device)).unique(dim=0)) < group.size
-
-
-def keep_alive_after_nccl_failure() -> None:
-    """Keep this process alive when an NCCL group created from now on fails, unless the user has set otherwise."""
-    if os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1") == "1":  # torchrun sets torch's default
-        os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = ABORT_ALONE
-    os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", DUMP_MILLISECONDS)
-
-
-def has_nccl_error(nccl: Any) -> bool:
-    """Return whether torch's NCCL group has failed."""
-    return bool(nccl.get_error().name != "SUCCESS")
-
-
-def _has_failed(nccl: Any) -> bool:
-    """Return whether NCCL has failed or was aborted. Its own `errored` would wait for all streams of the device."""
-    return nccl._errored is not None or has_nccl_error(nccl._pg._get_backend(torch.device("cuda")))
+    return len(group.all_gather(gpu_identity(device)).unique(dim=0)) < group.size and not may_share_a_gpu()
 
 
 class Linked(Protocol):
@@ -150,8 +120,10 @@ class Group:
         self.size = 1
         self.is_alone = True
         """Whether `size` is 1; compiled graphs depend on this alone."""
-        self._groups: dict[str, Any] = {}
-        """Process groups by device type; a device without its own uses that of the CPU."""
+        self._gloo: Any = None
+        """torchft's process group; None before the first `rebuild`."""
+        self.nccl: Nccl | None = None
+        """Communicator of the members' GPUs; None if their tensors travel over gloo."""
         self._timeout = timedelta(0)
         self._waits: set[Wait] = set()
         """Waits for messages in flight."""
@@ -177,15 +149,23 @@ class Group:
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Replace `tensor` by its sum over all members, the same bits on every member, and return it."""
-        return self._call("all_reduce", tensor, lambda pg: pg.allreduce([tensor], c10d.AllreduceOptions()))
+        options = c10d.AllreduceOptions()
+        return self._call(
+            "all_reduce", tensor, lambda pg: pg.allreduce([tensor], options), lambda nccl: nccl.all_reduce(tensor)
+        )
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the tensor of each member, by rank: `[size, *tensor.shape]`. Shapes must agree."""
         if self.size == 1 and self.broken is None:
             return tensor.unsqueeze(0).clone()
-        gathered = tensor.new_empty((self.size, *tensor.shape))
-        rows = list(gathered.unbind())
-        self._call("all_gather", tensor, lambda pg: pg.allgather([rows], [tensor], c10d.AllgatherOptions()))
+        gathered, tensor = tensor.new_empty((self.size, *tensor.shape)), tensor.contiguous()
+        options = c10d.AllgatherOptions()
+        self._call(
+            "all_gather",
+            tensor,
+            lambda pg: pg.allgather([list(gathered.unbind())], [tensor], options),
+            lambda nccl: nccl.all_gather(gathered, tensor),
+        )
         return gathered
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
@@ -217,6 +197,7 @@ class Group:
             "all_to_all",
             rows,
             lambda pg: pg.alltoall_base(received, rows, receive_counts, send_counts, options),
+            lambda nccl: nccl.all_to_all(received, rows, receive_counts, send_counts),
         )
         return received
 
@@ -244,7 +225,7 @@ class Group:
             works = [pg.recv([tensor], source, tag) for tensor, source in receives]
             return works + [pg.send([tensor], destination, tag) for tensor, destination in sends]
 
-        self._call("exchange", (sends or receives)[0][0], start, limit)
+        self._call("exchange", (sends or receives)[0][0], start, limit=limit)
 
     def post(self, tensor: torch.Tensor, ranks: Iterable[int], tag: int) -> None:
         """Begin to send a tensor on the CPU to ranks that receive it by `exchange`, without waiting for them.
@@ -254,24 +235,34 @@ class Group:
         if self.broken is not None:
             return
         try:
-            self._posted = [self._groups["cpu"].send([tensor], rank, tag) for rank in ranks]
+            self._posted = [self._gloo.send([tensor], rank, tag) for rank in ranks]
         except (RuntimeError, AssertionError) as error:
             self.drop(plain_reason(error))
 
     def _call(
-        self, name: str, tensor: torch.Tensor, start: Callable[[Any], Any], limit: timedelta | None = None
+        self,
+        name: str,
+        tensor: torch.Tensor,
+        start: Callable[[Any], Any],
+        launch: Callable[[Nccl], None] | None = None,
+        limit: timedelta | None = None,
     ) -> torch.Tensor:
+        """Run a collective: `start` returns gloo's work, and `launch` puts it on the GPU's stream by NCCL."""
         if self.broken is None and self.size == 1:
             return tensor
         failure = self.broken
         if failure is None:
             self.begun.count += 1
-            on_stream = tensor.is_cuda and "cuda" in self._groups
+            nccl = self.nccl if tensor.is_cuda and launch is not None else None
+            on_stream = nccl is not None
             self.on_begin(name, on_stream)
             self.on_wait(True)
             began = Clocks.now()
             self.waiting = began if limit is None else None
-            failure = self._wait(start, "cuda" if tensor.is_cuda else "cpu", limit or self._timeout)
+            if nccl is None or launch is None:
+                failure = self._wait(start, limit or self._timeout)
+            else:
+                failure = self._launch(nccl, launch)
             self.waiting = None
             if failure is not None:
                 # No member is late if gloo gives up early because the wall clock was set forward.
@@ -284,9 +275,16 @@ class Group:
             raise PeerLost(f"{name} among {count(self.size, 'member')} failed: {failure}")
         return tensor
 
-    def _wait(self, start: Callable[[Any], Any], device: str, limit: timedelta) -> str | None:
+    def _launch(self, nccl: Nccl, launch: Callable[[Nccl], None]) -> str | None:
         try:
-            works = start(self._backend(device))
+            launch(nccl)
+        except RuntimeError as error:
+            return self.broken or plain_reason(error)
+        return None
+
+    def _wait(self, start: Callable[[Any], Any], limit: timedelta) -> str | None:
+        try:
+            works = start(self._gloo.parent)  # torch's own, to which torchft adds nothing
             if not isinstance(works, list):
                 works.wait()
                 return None
@@ -298,10 +296,6 @@ class Group:
             if failure is not None:
                 return failure
         return None
-
-    def _backend(self, device: str) -> Any:
-        """Return the group that starts collectives: torch's own for gloo, to which torchft adds nothing."""
-        return self._groups["cuda"] if device == "cuda" and "cuda" in self._groups else self._groups["cpu"].parent
 
     def _finish(self, wait: Wait, limit: timedelta) -> str | None:
         """Wait for a message or until the group is dropped; return the failure, or None."""
@@ -323,12 +317,12 @@ class Group:
         return self._timeout.total_seconds()
 
     def wait_for_collectives(self) -> bool:
-        """Wait for the GPU; return whether all collectives have succeeded. NCCL's own waits only order streams."""
-        nccl = self._groups.get("cuda") if self.size > 1 else None
-        if nccl is None:
+        """Wait for the GPU; return whether all collectives have succeeded, as those of NCCL only order the stream."""
+        if self.nccl is None:
             return True
+        self.nccl.mark()
         torch.cuda.current_stream().synchronize()
-        return self.broken is None and not _has_failed(nccl)
+        return self.broken is None and self.nccl.failure() is None
 
     def check_nccl(self) -> None:
         """Check that NCCL has not failed. Call it after the host has read the result of a collective on a GPU.
@@ -338,48 +332,51 @@ class Group:
         Raises:
             PeerLost: NCCL has failed.
         """
-        nccl = self._groups.get("cuda") if self.size > 1 else None
-        if nccl is not None and (self.broken is not None or _has_failed(nccl)):
-            self.drop("NCCL has failed")
+        if self.nccl is None:
+            return
+        failure = self.broken or self.nccl.failure()
+        if failure is not None:
+            self.drop(failure)
             raise PeerLost(f"a collective among {count(self.size, 'member')} failed: {self.broken}")
 
     def drop(self, reason: str) -> None:
         """Close this member's sockets, so that peers that wait for it fail at once. Idempotent."""
         self.drop_alone(reason)
-        for other in self.linked:
-            other.drop_alone(reason)
         if self.transport is not None:
             self.transport.drop(reason)
+        for other in self.linked:  # last: torch's own groups may make an abort wait
+            other.drop_alone(reason)
 
     def drop_alone(self, reason: str) -> None:
         """Close this member's sockets of this group alone, not those of linked objects."""
         self.broken = self.broken or reason
         self._posted = []
-        for name, group in self._groups.items():
-            if name == "cpu" and self.size > 1 and group._pg is not None:  # an abort ends NCCL's waits
-                end_waits(group, self.rank, self.size)
-            group.abort(errored=False)
+        if self.nccl is not None:
+            self.nccl.abort()
+        if self._gloo is not None:
+            if self.size > 1 and self._gloo._pg is not None:
+                end_waits(self._gloo, self.rank, self.size)
+            self._gloo.abort(errored=False)
         for wait in list(self._waits):
             wait.end_wait()
 
     def rebuild(self, store: Any, rank: int, size: int, device: torch.device, timeout: timedelta) -> None:
         """Connect the members of a new epoch. `store` has a prefix that no other epoch uses."""
         self.drop_alone("the group is being rebuilt")
-        if not self._groups:
-            self._groups["cpu"] = _gloo(self._address, timeout)
+        self._gloo, self.nccl = self._gloo or _gloo(self._address, timeout), None
         self.rank, self.size, self._timeout = rank, size, timeout
         self.is_alone = size == 1
         self.begun = Begun()
         if size > 1:
-            gloo = self._groups["cpu"]
+            gloo = self._gloo
             gloo.set_timeout(min(connect_timeout(size), timeout))
             gloo._pg = gloo._create_pg(dist.PrefixStore("cpu", store), rank, size)
             gloo._pg._get_backend(torch.device("cpu")).set_timeout(timeout)
             if device.type == "cuda":
-                self._connect_gpus(store, device)
+                self._connect_gpus(device)
         self.broken = None
 
-    def _connect_gpus(self, store: Any, device: torch.device) -> None:
+    def _connect_gpus(self, device: torch.device) -> None:
         """Connect the members' GPUs by NCCL, unless some share one."""
         torch.cuda.set_device(device)
         self.broken = None
@@ -388,10 +385,6 @@ class Group:
                 logger.warning(
                     "several members share a GPU, which NCCL does not support: their tensors travel over gloo"
                 )
-            self._groups.pop("cuda", None)
             return
-        keep_alive_after_nccl_failure()
-        if "cuda" not in self._groups:
-            self._groups["cuda"] = torchft().process_group.ProcessGroupNCCL(timeout=self._timeout)
-        nccl = self._groups["cuda"]
-        nccl._pg = nccl._create_pg(dist.PrefixStore("cuda", store), self.rank, self.size)
+        names = self.all_gather(new_name() if self.rank == 0 else no_name())
+        self.nccl = Nccl(names[0], self.rank, self.size, self._timeout)

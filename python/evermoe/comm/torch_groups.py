@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -14,12 +15,17 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
-from evermoe.comm.group import has_nccl_error
 from evermoe.comm.task import Task, run_in_thread
 from evermoe.comm.waits import end_waits
 from evermoe.errors import PeerLost
 
 T = TypeVar("T")
+ABORT_ALONE = "2"
+"""Value of TORCH_NCCL_ASYNC_ERROR_HANDLING with which torch aborts a failed communicator and keeps the process alive.
+Torch's default ends the process."""
+DUMP_MILLISECONDS = "100"
+"""Value of TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC: time in which torch may dump its record of NCCL calls after a failure.
+No group can be left before. With torch's default, leaving one took more than 30 s with the emulated NCCL."""
 _MIN_PAUSE, _MAX_PAUSE = 1e-3, 5e-2
 """First and last pause in seconds between two checks for a key: most keys exist at once."""
 _BATCH_SECONDS = 1.0
@@ -197,9 +203,16 @@ def is_group_error(error: BaseException | None) -> bool:
     return False
 
 
+def keep_alive_after_nccl_failure() -> None:
+    """Keep this process alive when an NCCL group of torch created later fails, unless the user has set otherwise."""
+    if os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1") == "1":  # torchrun sets torch's default
+        os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = ABORT_ALONE
+    os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", DUMP_MILLISECONDS)
+
+
 def has_nccl_failed() -> bool:
     """Return whether NCCL has failed in some group of `torch.distributed`."""
-    return any(map(has_nccl_error, _nccl_groups()))
+    return any(nccl.get_error().name != "SUCCESS" for nccl in _nccl_groups())
 
 
 def _nccl_groups() -> list[Any]:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from evermoe.comm.courier import UNLIMITED, Courier
-from evermoe.comm.group import keep_alive_after_nccl_failure, share_a_gpu
+from evermoe.comm.group import share_a_gpu
 from evermoe.comm.membership import MembershipManager
 from evermoe.comm.tags import CONNECTED
 from evermoe.comm.task import Task
@@ -23,6 +23,7 @@ from evermoe.comm.torch_groups import (
     has_nccl_failed,
     interrupt_torch_groups,
     is_group_error,
+    keep_alive_after_nccl_failure,
     quick_groups,
 )
 from evermoe.config.membership import Membership

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from evermoe.comm import torch_groups
-from evermoe.comm.group import Group, has_nccl_error, keep_alive_after_nccl_failure, share_a_gpu
+from evermoe.comm.group import Group, share_a_gpu
 from evermoe.comm.pacer import Pacer
 from evermoe.errors import PeerLost
 from evermoe.profile.follower import StreamFollower
@@ -28,7 +28,7 @@ def on_own_gpu(group, folder, environment):
     found = Group()
     store = dist.FileStore(f"{folder}/nccl", group.size)
     found.rebuild(store, group.rank, group.size, torch.device("cuda", 0), LIMIT)
-    assert sorted(found._groups) == ["cpu", "cuda"]
+    assert found.nccl is not None
     return found
 
 
@@ -132,8 +132,8 @@ def reported(group, folder, environment):
     group.all_reduce(torch.zeros(1))
     total = torch.zeros(1, device="cuda")
     found.all_reduce(total)
-    wait_until(lambda: has_nccl_error(found._groups["cuda"]._pg._get_backend(total.device)), "NCCL has noticed")
-    with pytest.raises(PeerLost, match="NCCL has failed"):
+    wait_until(found.nccl.failure, "NCCL has noticed")
+    with pytest.raises(PeerLost, match="ncclCommGetAsyncError"):
         found.check_nccl()
     total.cpu()  # which the GPU would wait for still
     return {"ended": torch.ones(1)}
@@ -149,7 +149,7 @@ def test_a_loss_reported_by_nccl_fails_the_step(tmp_path, own_gpus):
 def failed_batch(group, folder, environment):
     """A batch of sends fails when torch's groups are aborted; groups created afterwards work."""
     os.environ |= environment[group.rank]
-    keep_alive_after_nccl_failure()
+    torch_groups.keep_alive_after_nccl_failure()
     torch.cuda.set_device(0)
     found = torch.zeros(1)
     for attempt in range(2):
@@ -187,9 +187,9 @@ def test_nccl_failures_keep_the_process_alive_unless_a_user_has_set_otherwise(mo
     patience = "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"
     monkeypatch.setenv(patience, "")
     monkeypatch.delenv(patience)
-    keep_alive_after_nccl_failure()
+    torch_groups.keep_alive_after_nccl_failure()
     assert os.environ[name] == after
     assert int(os.environ[patience]) < 1000
     os.environ[patience] = "5000"
-    keep_alive_after_nccl_failure()
+    torch_groups.keep_alive_after_nccl_failure()
     assert os.environ[patience] == "5000"

@@ -462,7 +462,7 @@ def _train(options: Options, record: Recorder) -> None:
     profiler.detach()
     if options.trace:
         write_traces(options, session, profiler)
-    record.write("done", step=session.step, backends=sorted(session.group._groups), **record._state())
+    record.write("done", step=session.step, uses_nccl=session.group.nccl is not None, **record._state())
 
 
 def main(options: Options) -> None:
