@@ -23,6 +23,7 @@ from evermoe.moe.expert import Expert, Product
 from evermoe.moe.expert_copies import PartialExperts
 from evermoe.moe.forward_turns import Manner, Turns
 from evermoe.moe.module_paths import named_parts
+from evermoe.moe.shared_cast import share_cast
 from evermoe.moe.token_counts import TokenCount
 from evermoe.moe.token_exchange import MAX_RANKS, Exchange, HostMemory, Padding, Placed
 from evermoe.planning import split_tokens
@@ -324,7 +325,7 @@ class Experts(PartialExperts, Layer):
 
     def _matrices(self, dtype: torch.dtype) -> dict[str, Tensor]:
         """Return what the local experts compute with, by name: `[e, *shape]` each."""
-        return self.expert.views(self.weights.to(dtype))
+        return self.expert.views(share_cast(self.weights, dtype))
 
     @property
     def _widths(self) -> tuple[int, int]:
