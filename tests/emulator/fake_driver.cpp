@@ -4,8 +4,10 @@
 // copy still needs it, copies past the end of an allocation. There are two devices; a thread has no context until it sets
 // one, and streams, events and kernels are those of the context in which they were made. What goes wrong in a context's
 // work is told by the next call that has something to do with it, and by every one after that. Calls that may wait for all
-// of a context's streams do, but under kLate, as CUDA does not promise it.
+// of a context's streams do, but under kLate, as CUDA does not promise it. A stream takes 1024 works: a launch of one more
+// holds up the host, and with it all other calls of the process, until the first has run.
 #include "emulator.h"
+#include "fake_driver.h"
 #include "streams.h"
 #include <algorithm>
 #include <chrono>
@@ -24,9 +26,10 @@ enum Status { kSuccess = 0, kInvalidValue = 1, kInvalidImage = 200, kInvalidCont
               kCapturedEvent = 907, kCaptureWrongThread = 908, kLaunchOutOfResources = 701, kLaunchFailed = 719 };
 constexpr unsigned kNonBlocking = 1;  // of the flags of a stream
 constexpr unsigned kBlockingSync = 1, kDisableTiming = 2;  // of the flags of an event
-constexpr size_t kCanaryBytes = 64;
+constexpr size_t kCanaryBytes = 64, kQueueLength = 1024;
 constexpr unsigned char kGarbage = 0xa5, kCanary = 0x5a;
 std::mutex mutex;
+bool is_full;  // a thread waits until a stream takes its work
 int launches_to_refuse, waits_for_all, functions_loaded;
 std::map<uintptr_t, size_t> device_memory, pinned_memory;  // start -> bytes
 std::map<uintptr_t, unsigned> flags_of_pinned;
@@ -72,8 +75,25 @@ void wait_for_all(bool surely) {
   if (!streams::is_idle(current())) ++waits_for_all;
   if (surely || streams::policy() != streams::kLate) streams::run_all(current());
 }
+void pause_driver();
+// Runs what collectives wait for, whether or not a thread of the host waits: other processes need it.
+void run_collective(streams::Point point) {
+  static auto& awaited = *new std::vector<streams::Point>;
+  static bool ended = false, begun = false;
+  awaited.push_back(point);
+  if (std::exchange(begun, true)) return;
+  streams::set_pause(pause_driver);
+  std::thread([] {
+    for (;; std::this_thread::sleep_for(std::chrono::microseconds(200))) {
+      const std::lock_guard<std::mutex> hold(mutex);
+      if (ended) return;
+      awaited.erase(std::remove_if(awaited.begin(), awaited.end(), streams::try_until), awaited.end());
+    }
+  }).detach();
+  atexit([] { const std::lock_guard<std::mutex> hold(mutex); ended = true; });
+}
 // What a stream is asked for between cuStreamBeginCapture and cuStreamEndCapture.
-struct Graph { std::vector<std::function<int()>> works; };
+struct Graph { std::vector<Making> works; };
 enum CaptureMode { kGlobal, kOfThread, kRelaxed };
 struct Capture {
   int mode;
@@ -120,18 +140,35 @@ int default_stream_call(const void* handle) {
     }
   return 0;
 }
-int put(void* handle, std::function<int()> work, streams::HostRange host = {}, std::function<bool()> ready = {}) {
+// Lets other threads put works and run them.
+void pause_driver() {
+  mutex.unlock();
+  std::this_thread::sleep_for(std::chrono::microseconds(50));
+  mutex.lock();
+}
+void wait_for_room(streams::Stream* stream) {
+  is_full = true;
+  for (; streams::length(stream) >= kQueueLength; pause_driver()) streams::run_one(stream);
+  is_full = false;
+}
+int put(void* handle, const Making& make, streams::HostRange host = {}) {
   streams::Stream* const stream = streams::of_handle(handle, current());
   if (!stream) return failed(kInvalidHandle, "no such stream");
   if (const int error = default_stream_call(handle)) return error;
   if (Capture* const capture = capture_of(handle)) {
     if (capture->is_broken) return kCaptureInvalidated;
-    if (ready) return spoil(*capture, "a collective in a graph is not in this stand-in");
-    capture->graph->works.push_back(std::move(work));
+    capture->graph->works.push_back(make);
     return kSuccess;
   }
-  streams::ask(stream, std::move(work), host, std::move(ready));
+  wait_for_room(stream);
+  Collective made = make();
+  const bool waits = bool(made.ready);
+  streams::ask(stream, std::move(made.work), host, std::move(made.ready));
+  if (waits) run_collective(streams::end_of(stream));
   return status();
+}
+int put(void* handle, std::function<int()> work, streams::HostRange host = {}) {
+  return put(handle, Making([work = std::move(work)] { return Collective{{}, work}; }), host);
 }
 int copy(uintptr_t to, uintptr_t from, size_t bytes, void* stream, streams::HostRange host = {}) {
   if (runs_over(to, bytes) || runs_over(from, bytes)) return failed(kInvalidValue, "a copy past the end of device memory");
@@ -168,38 +205,22 @@ int unpin(void* place) {
   return status();
 }
 }  // namespace
-#define LOCKED const std::lock_guard<std::mutex> hold(mutex)
+// A call of the driver: not while another thread's waits for room in a stream.
+struct Hold {
+  Hold() {
+    for (mutex.lock(); is_full;) pause_driver();
+  }
+  ~Hold() { mutex.unlock(); }
+};
+#define LOCKED const Hold hold
 #define IN_CONTEXT                                                                    \
   LOCKED;                                                                             \
   if (!current()) return failed(kInvalidContext, "this thread has no context"); \
   if (status()) return status()
-// Lets other threads put works and run them.
-static void pause_driver() {
-  mutex.unlock();
-  std::this_thread::sleep_for(std::chrono::microseconds(50));
-  mutex.lock();
-}
-// Runs what collectives wait for, whether or not a thread of the host waits: other processes need it.
-static void run_collectives(std::vector<streams::Point>& awaited, bool& ended) {
-  for (;; std::this_thread::sleep_for(std::chrono::microseconds(200))) {
-    LOCKED;
-    if (ended) return;
-    awaited.erase(std::remove_if(awaited.begin(), awaited.end(), streams::try_until), awaited.end());
-  }
-}
 // Work that waits for other processes.
-int fake_driver_wait_on_stream(void* stream, std::function<bool()> ready, std::function<int()> work) {
-  static auto& awaited = *new std::vector<streams::Point>;
-  static bool ended = false, begun = false;
+int fake_driver_wait_on_stream(void* stream, const Making& make) {
   IN_CONTEXT;
-  if (const int error = put(stream, std::move(work), {}, std::move(ready))) return error;
-  awaited.push_back(streams::end_of(streams::of_handle(stream, current())));
-  if (!std::exchange(begun, true)) {
-    streams::set_pause(pause_driver);
-    std::thread([] { run_collectives(awaited, ended); }).detach();
-    atexit([] { LOCKED; ended = true; });
-  }
-  return status();
+  return put(stream, make);
 }
 static int launches;          // of kernels
 static std::string launched;  // names of kernels, and "memset", since a test asked
@@ -251,7 +272,7 @@ int cuDeviceGetCount(int* count) { *count = 2; return kSuccess; }
 int cuDeviceGetAttribute(int* value, int, int) { return *value = 0; }
 int cuDevicePrimaryCtxRetain(void** context, int device) { *context = reinterpret_cast<void*>(device + 1); return kSuccess; }
 int cuDevicePrimaryCtxRelease_v2(int) { return kSuccess; }
-int cuCtxSetCurrent(void* context) { current() = context; return kSuccess; }
+int cuCtxSetCurrent(void* context) { LOCKED; current() = context; return kSuccess; }
 int cuCtxGetCurrent(void** context) { *context = current(); return kSuccess; }
 int cuCtxSynchronize() {
   IN_CONTEXT;

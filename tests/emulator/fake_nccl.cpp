@@ -1,11 +1,21 @@
-// fake_nccl.cpp -- TEST ONLY. As much of libnccl.so as torch's ProcessGroupNCCL calls, between processes of one machine, on
-// top of fake_driver.cpp. A collective is work of a stream: it reads its input when the stream reaches it, and completes
-// once all its output has arrived. As within a machine, the end of a rank is not noticed: a peer that waits for it waits
-// until its own communicator is aborted, and its output stays garbage. With EVERMOE_TEST_NCCL=reports the communicator
+// fake_nccl.cpp -- TEST ONLY. As much of libnccl.so as torch's ProcessGroupNCCL and src/nccl call, between processes of one
+// machine, on top of fake_driver.cpp. A collective is work of a stream: it reads its input when the stream reaches it, and
+// completes once all its output has arrived. As within a machine, the end of a rank is not noticed: a peer that waits for it
+// waits until its own communicator is aborted, and its output becomes garbage. With EVERMOE_TEST_NCCL=reports the communicator
 // reports the loss, as between machines. Ranks with different calls end with a message, where NCCL might hang.
+//
+// It is as stubborn as NCCL 2.28.9:
+// - the first collective and the first message between two ranks connect them, which holds up whoever launches until the
+//   other one launches, too (group.cc, groupLaunch); a communicator that does not block has a thread for each launch
+//   (ncclGroupEndInternal), and takes no call until that has ended (ncclCommEnsureReady);
+// - an abort sets its flags, and then waits: for the launching thread, until all streams have passed the communicator's
+//   operations, and while a CUDA graph has some (init.cc, commDestroySync);
+// - an abort while another thread calls NCCL with a communicator that does not block ends the process, as NCCL may crash then;
+// - without cuMem (NCCL_CUMEM_ENABLE=0), memory that a rank frees is gone for the operations of others: the process ends.
 //
 // Example: ranks 0 and 1 sum [1, 2] and [10, 20]. Each sends its two numbers to the other, and adds both in the order of
 // the ranks: [11, 22], the same bits on both.
+#include "fake_driver.h"
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
@@ -28,7 +38,8 @@
 #include <utility>
 #include <vector>
 
-int fake_driver_wait_on_stream(void* stream, std::function<bool()> ready, std::function<int()> work);  // of fake_driver.cpp
+extern "C" int cuCtxGetCurrent(void** context);
+extern "C" int cuCtxSetCurrent(void* context);
 
 namespace {
 enum Result { kSuccess = 0, kInvalidArgument = 4, kInvalidUsage = 5, kRemoteError = 6, kInProgress = 7 };
@@ -41,7 +52,8 @@ using Bytes = std::vector<char>;
 // What stands before the bytes of a message, so that ranks that call different things notice.
 struct Header { uint64_t call, bytes; };
 struct Peer {
-  int socket = -1;
+  int socket = -1, control = -1;
+  bool has_asked[2] = {}, is_connected[2] = {};  // for collectives, and for messages
   Bytes to_send, received;
   bool is_gone = false;
 };
@@ -49,14 +61,35 @@ struct Communicator {
   int rank = 0, size = 1;
   std::string name;
   std::vector<Peer> peers;
+  void* context = nullptr;
   std::atomic<int> state{kInProgress};
-  std::atomic<bool> is_aborted{false}, is_blocking{true};
-  ~Communicator() {
-    for (const Peer& peer : peers)
+  std::atomic<int> calls{0};  // of the user's threads, under way
+  std::atomic<bool> is_aborted{false}, is_freed{false};
+  bool is_blocking = true;
+  std::thread launching;
+  std::shared_ptr<int> used = std::make_shared<int>();  // by each operation in a stream or in a graph
+  void free_memory() {
+    for (const Peer& peer : peers) {
+      if (peer.control >= 0) send(peer.control, "freed", 5, MSG_NOSIGNAL | MSG_DONTWAIT), close(peer.control);
       if (peer.socket >= 0) close(peer.socket);
+    }
+    is_freed = true;
   }
 };
 using Shared = std::shared_ptr<Communicator>;
+[[noreturn]] void end_process(const Communicator& comm, const char* what) {
+  fprintf(stderr, "fake_nccl: rank %d: %s\n", comm.rank, what);
+  abort();
+}
+// A call of the user's with a communicator.
+struct Using {
+  Communicator& comm;
+  explicit Using(const Shared* handle) : comm(**handle) {
+    ++comm.calls;
+    if (comm.is_freed) end_process(comm, "a call with a communicator that was freed");
+  }
+  ~Using() { --comm.calls; }
+};
 
 // ---- connections: each rank listens under a name of its own, and connects to those before it ---------------------
 sockaddr_un address_of(const std::string& name, int rank, socklen_t& length) {
@@ -85,19 +118,23 @@ void connect_all(const Shared& comm) {
     close(listening);
     return;
   }
-  for (int rank = 0; rank < comm->rank && !comm->is_aborted;) {
-    const sockaddr_un other = address_of(comm->name, rank, length);
+  // Two connections to each: one for data, and one for what the launching threads tell each other.
+  for (int each = 0; each < 2 * comm->rank && !comm->is_aborted;) {
+    Peer& peer = comm->peers[size_t(each / 2)];
+    const sockaddr_un other = address_of(comm->name, each / 2, length);
     const int tried = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
     if (connect(tried, reinterpret_cast<const sockaddr*>(&other), length) == 0 && transfer_all(*comm, tried, &comm->rank, sizeof comm->rank, true))
-      comm->peers[size_t(rank++)].socket = tried;
+      (each++ % 2 ? peer.control : peer.socket) = tried;
     else close(tried), usleep(kPause);
   }
-  for (int left = comm->size - 1 - comm->rank; left && !comm->is_aborted;) {
+  for (int left = 2 * (comm->size - 1 - comm->rank); left && !comm->is_aborted;) {
     const int came = accept4(listening, nullptr, nullptr, SOCK_CLOEXEC);
     int rank = 0;
     if (came < 0) usleep(kPause);
-    else if (transfer_all(*comm, came, &rank, sizeof rank, false)) comm->peers[size_t(rank)].socket = came, --left;
-    else close(came);
+    else if (transfer_all(*comm, came, &rank, sizeof rank, false)) {
+      Peer& peer = comm->peers[size_t(rank)];
+      (peer.socket < 0 ? peer.socket : peer.control) = came, --left;
+    } else close(came);
   }
   close(listening);
   if (!comm->is_aborted) comm->state = kSuccess;
@@ -123,7 +160,12 @@ void move(Communicator& comm, Peer& peer) {
     else peer.received.insert(peer.received.end(), block, block + came);
   }
   static const char* const way = getenv("EVERMOE_TEST_NCCL");
-  if (peer.is_gone && way && !strcmp(way, "reports") && comm.state == kSuccess) comm.state = kRemoteError;
+  int usual = kSuccess;
+  if (peer.is_gone && way && !strcmp(way, "reports")) comm.state.compare_exchange_strong(usual, kRemoteError);
+  static const char* const memory = getenv("NCCL_CUMEM_ENABLE");
+  char told;
+  if (peer.is_gone && !comm.is_aborted && memory && !strcmp(memory, "0") && recv(peer.control, &told, 1, MSG_DONTWAIT) == 1)
+    end_process(comm, "an illegal memory access: a peer has freed what an operation still uses");
 }
 // Whether the message is there; then it is taken.
 bool take(Communicator& comm, Peer& peer, Header expected, Bytes& into) {
@@ -156,6 +198,8 @@ struct Operation {
   size_t own_bytes = 0;
   std::vector<Received> receives;
   std::function<void(const Bytes& own, const std::vector<Received>&)> finish;
+  void* output = nullptr;
+  size_t output_bytes = 0;
   Bytes own_data = {};
 };
 using Operations = std::vector<Operation>;
@@ -189,19 +233,70 @@ bool is_over(Communicator& comm, Operations& operations) {
   }
   return over;
 }
+// What an aborted operation leaves: small integers, of which a pair looks like a large one, or any bits.
+void spoil(const Operation& operation) {
+  static std::mt19937 random(7);
+  const bool small = random() % 2;
+  for (size_t at = 0; at + 4 <= operation.output_bytes; at += 4) {
+    const uint32_t bits = uint32_t(random()) & (small ? 0x3fff : 0xffffffff);
+    memcpy(static_cast<char*>(operation.output) + at, &bits, sizeof bits);
+  }
+}
 int enqueue(const Shared& comm, void* stream, Operations given) {
-  const auto operations = std::make_shared<Operations>(std::move(given));
-  const auto begun = std::make_shared<bool>(false);
-  const auto ready = [=] {
-    if (comm->is_aborted) return true;
-    if (!std::exchange(*begun, true)) begin(*comm, *operations);
-    return is_over(*comm, *operations);
-  };
-  return fake_driver_wait_on_stream(stream, ready, [=] {
-    if (!comm->is_aborted)
-      for (const Operation& each : *operations) each.finish(each.own_data, each.receives);
-    return 0;
+  return fake_driver_wait_on_stream(stream, [comm, given = std::move(given), used = comm->used] {
+    const auto operations = std::make_shared<Operations>(given);
+    const auto begun = std::make_shared<bool>(false);
+    const auto ready = [=] {
+      if (comm->is_aborted) return true;
+      if (!std::exchange(*begun, true)) begin(*comm, *operations);
+      return is_over(*comm, *operations);
+    };
+    return Collective{ready, [=, held = used] {
+      for (const Operation& each : *operations) comm->is_aborted ? spoil(each) : each.finish(each.own_data, each.receives);
+      return 0;
+    }};
   }) ? kInvalidUsage : kSuccess;
+}
+using Works = std::map<void*, Operations>;  // by stream
+// Each peer waits until the other one launches, too.
+bool connect_peers(Communicator& comm, const Works& works) {
+  char word = 'c';
+  for (const bool sends : {true, false})
+    for (const auto& [stream, operations] : works)
+      for (const Operation& each : operations) {
+        const bool kind = each.call == kPoint;
+        std::vector<int> ranks;
+        for (const Sent& sent : each.sends) ranks.push_back(sent.peer);
+        for (const Received& received : each.receives) ranks.push_back(received.peer);
+        for (const int rank : ranks) {
+          Peer& peer = comm.peers[size_t(rank)];
+          bool& done = peer.is_connected[kind];
+          if (rank == comm.rank || done) continue;
+          bool& asked = peer.has_asked[kind];
+          if (sends && !std::exchange(asked, true)) transfer_all(comm, peer.control, &word, 1, true);
+          if (!sends && transfer_all(comm, peer.control, &word, 1, false)) done = true;
+          while (!sends && !done && !comm.is_aborted) usleep(kPause);  // for one that has ended
+          if (comm.is_aborted) return false;
+        }
+      }
+  return true;
+}
+// Launches what a thread has called for one communicator, in a thread of its own if that does not block.
+int launch(const Shared& comm, const Works& works) {
+  const auto run = [=] {
+    if (!connect_peers(*comm, works)) return int(kInvalidUsage);
+    for (const auto& [stream, operations] : works)
+      if (const int error = enqueue(comm, stream, operations)) return error;
+    return int(kSuccess);
+  };
+  if (comm->is_blocking) return run();
+  if (comm->launching.joinable()) comm->launching.join();
+  comm->state = kInProgress;
+  comm->launching = std::thread([=, &state = comm->state] {
+    cuCtxSetCurrent(comm->context);
+    state = run();
+  });
+  return kInProgress;
 }
 
 // What a thread has called since ncclGroupStart. Thread-local memory of the library is the kernels' shared memory.
@@ -216,8 +311,11 @@ Group& group() {
   return groups[std::this_thread::get_id()];
 }
 int call(const Shared* handle, void* stream, Operation operation) {
-  if (!handle || (*handle)->state != kSuccess) return kInvalidUsage;
-  if (group().depth == 0) return enqueue(*handle, stream, {std::move(operation)});
+  if (!handle) return kInvalidUsage;
+  const Using use(handle);
+  if ((*handle)->state == kInProgress) return kInvalidArgument;  // "before the previous operation returned ncclSuccess"
+  if ((*handle)->state != kSuccess) return kInvalidUsage;
+  if (group().depth == 0) return launch(*handle, {{stream, {std::move(operation)}}});
   group().calls.emplace_back(*handle, stream, std::move(operation));
   return kSuccess;
 }
@@ -282,6 +380,7 @@ Operation with_all(const Communicator& comm, Call name, const void* from, size_t
 }
 // Each rank's part comes to its place.
 void gather(Operation& operation, int rank, void* to, size_t bytes) {
+  operation.output = to, operation.output_bytes = bytes * (operation.receives.size() + 1);
   operation.finish = [=](const Bytes& own, const std::vector<Received>& received) {
     const auto parts = by_rank(rank, own, received);
     for (size_t each = 0; each < parts.size(); ++each) memcpy(static_cast<char*>(to) + each * bytes, parts[each], bytes);
@@ -308,11 +407,12 @@ int ncclGetUniqueId(UniqueId* id) {
 int ncclCommInitRankConfig(Handle* handle, int size, UniqueId id, int rank, const Config* config) {
   if (rank < 0 || rank >= size) return kInvalidArgument;
   const Shared comm = std::make_shared<Communicator>();
+  cuCtxGetCurrent(&comm->context);
   comm->rank = rank, comm->size = size, comm->name = id.bytes;
   comm->peers.resize(size_t(size));
   comm->is_blocking = !config || config->blocking != 0;
   *handle = new Shared(comm);
-  if (!comm->is_blocking) return std::thread(connect_all, comm).detach(), kInProgress;
+  if (!comm->is_blocking) return comm->launching = std::thread(connect_all, comm), kInProgress;
   connect_all(comm);
   return comm->state;
 }
@@ -320,27 +420,45 @@ int ncclCommInitRank(Handle* handle, int size, UniqueId id, int rank) { return n
 int ncclCommInitRankScalable(Handle* handle, int size, int rank, int, const UniqueId* ids, const Config* config) {
   return ncclCommInitRankConfig(handle, size, *ids, rank, config);
 }
-int ncclCommGetAsyncError(Handle handle, int* error) { if (!handle) return kInvalidArgument; *error = (*handle)->state; return kSuccess; }
+int ncclCommGetAsyncError(Handle handle, int* error) {
+  if (!handle) return kInvalidArgument;
+  const Using use(handle);
+  *error = (*handle)->state;
+  return kSuccess;
+}
 int ncclCommCount(Handle handle, int* count) { *count = (*handle)->size; return kSuccess; }
 int ncclCommUserRank(Handle handle, int* rank) { *rank = (*handle)->rank; return kSuccess; }
 // What waits in a stream ends; others are not told. Torch aborts a communicator twice, the second time as a null.
 int ncclCommAbort(Handle handle) {
-  if (handle) (*handle)->is_aborted = true;
-  delete handle;
-  return kSuccess;
+  if (!handle) return kSuccess;
+  Communicator& comm = **handle;
+  if (comm.calls && !comm.is_blocking) end_process(comm, "an abort while another thread calls NCCL");
+  comm.is_aborted = true;
+  while (comm.calls) usleep(kPause);
+  if (comm.launching.joinable()) comm.launching.join();
+  void* context;
+  cuCtxGetCurrent(&context);
+  cuCtxSetCurrent(comm.context);
+  while (comm.used.use_count() > 1) usleep(kPause / 10);  // streams and graphs
+  cuCtxSetCurrent(context);
+  comm.free_memory();
+  return kSuccess;  // the handle itself stays, to find calls with it
 }
 int ncclCommFinalize(Handle) { return kSuccess; }
-int ncclCommDestroy(Handle handle) { delete handle; return kSuccess; }
+int ncclCommDestroy(Handle handle) { return ncclCommAbort(handle); }
 
 int ncclGroupStart() { ++group().depth; return kSuccess; }
 int ncclGroupEnd() {
   Group& mine = group();
   if (--mine.depth) return kSuccess;
-  std::map<std::pair<Shared, void*>, Operations> works;
-  for (auto& [comm, stream, operation] : std::exchange(mine.calls, {})) works[{comm, stream}].push_back(std::move(operation));
-  for (auto& [where, operations] : works)
-    if (const int error = enqueue(where.first, where.second, std::move(operations))) return error;
-  return kSuccess;
+  std::map<Shared, Works> works;
+  for (auto& [comm, stream, operation] : std::exchange(mine.calls, {})) works[comm][stream].push_back(std::move(operation));
+  int result = kSuccess;
+  for (auto& [comm, of_comm] : works) {
+    const Using use(&comm);
+    if (const int status = launch(comm, of_comm)) result = status;
+  }
+  return result;
 }
 // Not in this stand-in.
 int ncclCommSplit() { return kInvalidUsage; }
@@ -357,6 +475,7 @@ int ncclRedOpDestroy() { return kInvalidUsage; }
 int ncclAllReduce(const void* from, void* to, size_t count, int type, int how, Handle comm, void* stream) {
   if (!can_reduce(type, how)) return kInvalidUsage;
   Operation made = with_all(**comm, kAllReduce, from, count * kBytes[type], 0);
+  made.output = to, made.output_bytes = count * kBytes[type];
   made.finish = [=, rank = (*comm)->rank](const Bytes& own, const std::vector<Received>& received) {
     reduce(by_rank(rank, own, received), static_cast<char*>(to), count, type, how);
   };
@@ -365,6 +484,7 @@ int ncclAllReduce(const void* from, void* to, size_t count, int type, int how, H
 int ncclReduceScatter(const void* from, void* to, size_t count, int type, int how, Handle comm, void* stream) {
   if (!can_reduce(type, how)) return kInvalidUsage;
   Operation made = with_all(**comm, kReduceScatter, from, count * kBytes[type], count * kBytes[type]);
+  made.output = to, made.output_bytes = count * kBytes[type];
   made.finish = [=, rank = (*comm)->rank](const Bytes& own, const std::vector<Received>& received) {
     reduce(by_rank(rank, own, received), static_cast<char*>(to), count, type, how);
   };
@@ -408,10 +528,10 @@ int ncclBcast(void* data, size_t count, int type, int root, Handle comm, void* s
   return ncclBroadcast(data, data, count, type, root, comm, stream);
 }
 int ncclSend(const void* from, size_t count, int type, int peer, Handle comm, void* stream) {
-  return call(comm, stream, {kPoint, {{peer, from, count * kBytes[type]}}, nullptr, 0, {}, [](const Bytes&, const std::vector<Received>&) {}});
+  return call(comm, stream, {kPoint, {{peer, from, count * kBytes[type]}}, nullptr, 0, {}, [](const Bytes&, const std::vector<Received>&) {}, nullptr, 0});
 }
 int ncclRecv(void* to, size_t count, int type, int peer, Handle comm, void* stream) {
   const auto finish = [=](const Bytes&, const std::vector<Received>& received) { memcpy(to, received[0].data.data(), received[0].bytes); };
-  return call(comm, stream, {kPoint, {}, nullptr, 0, {{peer, count * kBytes[type]}}, finish});
+  return call(comm, stream, {kPoint, {}, nullptr, 0, {{peer, count * kBytes[type]}}, finish, to, count * kBytes[type]});
 }
 }

@@ -127,6 +127,7 @@ Point end_of(Stream* stream) {
   join(stream);
   return {stream, stream->asked};
 }
+size_t length(const Stream* stream) { return stream->works.size(); }
 int64_t now() { return std::chrono::nanoseconds(std::chrono::steady_clock::now().time_since_epoch()).count(); }
 int64_t passed_at(Point point) { return point.position ? point.stream->ran_at[point.position - 1] : 0; }
 bool is_passed(Point point) { return !point.stream || point.stream->ran >= point.position; }

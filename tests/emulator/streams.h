@@ -36,6 +36,7 @@ Stream* of_handle(void* handle, const void* context);  // null if there is none:
 // A work with `ready` waits at the front of its stream until that says so: it is called whenever the work might run.
 void ask(Stream* stream, std::function<int()> work, HostRange host = {}, std::function<bool()> ready = {});
 void ask_to_wait(Stream* stream, Point point);
+size_t length(const Stream* stream);    // works that have not run
 Point end_of(Stream* stream);           // with what the default stream makes it wait for
 bool is_passed(Point point);
 int64_t now();                         // nanoseconds of a clock
