@@ -38,6 +38,7 @@ CASES = {
     "sessions": (LATE, ["session/training/test_one_gpu.py"], ""),
     "pipelines": (RANDOM, ["pipeline/test_pipeline_on_gpu.py"], ""),
     "groups over NCCL": (RANDOM, ["comm/test_nccl_groups.py"], ""),
+    "aborts of NCCL": (RANDOM, ["comm/test_nccl_aborts.py"], ""),
     "sessions over NCCL": (LATE, ["session/training/test_several_gpus.py"], ""),
     "a pipeline": (LATE, ["pipeline/test_pipeline_on_gpu.py"], "(1F1B and under_way) or told"),
 }

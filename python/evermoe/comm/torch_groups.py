@@ -28,6 +28,8 @@ DUMP_MILLISECONDS = "100"
 No group can be left before. With torch's default, leaving one took more than 30 s with the emulated NCCL."""
 _MIN_PAUSE, _MAX_PAUSE = 1e-3, 5e-2
 """First and last pause in seconds between two checks for a key: most keys exist at once."""
+_ABORT_SECONDS = 2.0
+"""Time that aborts may take. Kernels end at once; what an abort then waits for, such as a CUDA graph, may last."""
 _BATCH_SECONDS = 1.0
 """Time that a thread may take to submit a batch of sends and receives to NCCL."""
 
@@ -160,7 +162,7 @@ def end_torch_groups() -> None:
 
 
 def abort_nccl() -> None:
-    """Abort the NCCL communicators of all groups of `torch.distributed`: kernels that wait for a peer end.
+    """Abort the NCCL communicators of all groups of `torch.distributed` together: kernels that wait for a peer end.
 
     It first waits until no other thread is submitting a batch of sends and receives, which NCCL would otherwise begin
     in an aborted communicator.
@@ -168,15 +170,12 @@ def abort_nccl() -> None:
     deadline = time.monotonic() + _BATCH_SECONDS
     while c10d._world.pg_coalesce_state and time.monotonic() < deadline:
         time.sleep(_MIN_PAUSE)
-    found = _nccl_groups()
-    if found:
-        found[0]._group_start()  # outside one NCCL group, the aborts of two communicators would wait for each other
-        try:
-            for nccl in found:
-                with suppress(RuntimeError):  # the others must still be aborted
-                    nccl.abort()
-        finally:
-            found[0]._group_end()
+    tasks = [Task(nccl.abort) for nccl in _nccl_groups()]
+    for task in tasks:  # a thread each: one waits for kernels that are behind those of another
+        run_in_thread(task, "evermoe-torch-groups", ())
+    deadline = time.monotonic() + _ABORT_SECONDS
+    for task in tasks:
+        task.is_over_within(max(0.0, deadline - time.monotonic()))
 
 
 def close_batches() -> None:

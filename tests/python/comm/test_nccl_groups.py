@@ -131,7 +131,7 @@ def reported(group, folder, environment):
         return {}
     group.all_reduce(torch.zeros(1))
     total = torch.zeros(1, device="cuda")
-    with pytest.raises(PeerLost, match="ncclAllReduce|ncclCommGetAsyncError"):
+    with pytest.raises(PeerLost, match=r"ncclAllReduce|ncclCommGetAsyncError"):
         found.all_reduce(total)  # which may notice it at once
         wait_until(found.nccl.failure, "NCCL has noticed")
         found.check_nccl()

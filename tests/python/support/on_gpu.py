@@ -44,6 +44,7 @@ BENCHES = {
 TESTS = (
     "comm/test_courier.py",
     "comm/test_nccl_groups.py",
+    "comm/test_nccl_aborts.py",
     "ops",
     "pipeline/test_pipeline_on_gpu.py",
     "profile/test_profiler.py",
