@@ -182,7 +182,7 @@ impl Communicator {
 
     /// Ends all collectives, launched or not, and all waits in this communicator, and returns at once. For any thread.
     ///
-    /// A thread of its own tells NCCL, and frees the communicator when its kernels are over and no CUDA graph has them.
+    /// A thread of its own calls NCCL, and frees the communicator when its kernels are over and no CUDA graph has them.
     pub fn abort(self: &Arc<Self>) {
         if self.is_aborted.swap(true, Ordering::SeqCst) {
             return;

@@ -39,7 +39,7 @@ def gpu_identity(device: torch.device) -> torch.Tensor:
 
 
 def may_share_a_gpu() -> bool:
-    """Whether NCCL is told to let several processes use one GPU, which its versions from 2.30 can do."""
+    """Whether NCCL is set to let several processes use one GPU, which its versions from 2.30 can do."""
     return os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
 
 

@@ -45,7 +45,7 @@ DEATHS = {"one": [[1]], "two": [[1, 3]], "three": [[1, 2, 3]], "one after anothe
 
 
 class Graph:
-    """What a function launches on the current stream, as a graph."""
+    """A CUDA graph of the work that a function launches on the current stream."""
 
     def __init__(self, launch):
         self._stream, graph = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream), ctypes.c_void_p()
