@@ -2,6 +2,7 @@
 
     share       parameters, masters, moments, gradients: what a worker trains
     working     temporary, in addition: a layer's second stack, gradients that are being summed
+    network     buffers of NCCL, where workers have GPUs
     copies      snapshots in shared memory; in the process replicas, their logs and the messages that feed them
 
 It places experts, owners and copies with the planners that a session uses, for an even load, and counts the bytes of
@@ -14,6 +15,7 @@ from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 from evermoe.planning.models import ModelShape
+from evermoe.planning.nccl_buffers import nccl_bytes
 from evermoe.planning.seating import FootprintOptions, Seating
 
 PhaseName = Literal["start", "step", "recovery"]
@@ -39,6 +41,8 @@ class Use(NamedTuple):
     gradients: int = 0
     working: int = 0
     """Temporary, on their device: stacks of a layer that is replaced, buckets, gradients that are being computed."""
+    network: int = 0
+    """Buffers of NCCL's communicators, where the parameters are on a GPU."""
     fetched: int = 0
     """Units that a recovery moves, in host memory: those that have come, and those that are retained."""
     replicas: int = 0
@@ -62,7 +66,7 @@ class Use(NamedTuple):
     @property
     def device(self) -> int:
         """On the device of the parameters, where that is a GPU."""
-        return self.share + self.working
+        return self.share + self.working + self.network
 
     @property
     def host(self) -> int:
@@ -72,7 +76,7 @@ class Use(NamedTuple):
     @property
     def process(self) -> int:
         """In a process whose device is the CPU, without shared memory."""
-        return self.device + self.host
+        return self.share + self.working + self.host
 
 
 class Moment(NamedTuple):
@@ -125,12 +129,19 @@ def footprint(shape: ModelShape, options: FootprintOptions, *, is_roomy: bool = 
 def _trained(seating: Seating, rank: int) -> Use:
     """Parameters and the optimizer's state."""
     options, stepped = seating.options, int(seating.stepped_R[rank])
+    communicators = 2 if _sums_in_background(seating) else 1
     return Use(
         parameters=int(seating.held_R[rank]) * options.weight_bytes,
         masters=stepped * options.master_bytes,
         moments=stepped * options.moments * 4,
+        network=communicators * nccl_bytes(seating.ranks, options.workers_per_node),
         libraries=LIBRARY_BYTES + min(KEPT_BYTES, seating.layer_gradients(rank)),
     )
+
+
+def _sums_in_background(seating: Seating) -> bool:
+    """Return whether gradients are summed during backward, in a communicator of their own."""
+    return seating.ranks > 1 and seating.gradient_bytes > BUCKET_BYTES
 
 
 def _bucket_bytes(seating: Seating, shared: int = 0) -> int:
@@ -158,7 +169,7 @@ def _start(seating: Seating) -> list[Moment]:
 def _step(seating: Seating) -> Moment:
     """All gradients are complete and on their way to other ranks."""
     options, uses = seating.options, []
-    in_background = seating.ranks > 1 and seating.gradient_bytes > BUCKET_BYTES
+    in_background = _sums_in_background(seating)
     for rank in range(seating.ranks):
         copies = seating.copies[rank]
         # A layer's gradient is put together from those of its matrices, and each of these from those of its experts.

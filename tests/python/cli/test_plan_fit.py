@@ -134,7 +134,7 @@ def test_a_cpu_has_one_memory_for_all():
     asked = [*ASKED, "--preset", "gemini", "--device"]
     gpu, cpu = (plan_fit(setting(*asked, device)).peaks["step"][1] for device in ("gpu", "cpu"))
     assert gpu.snapshots == cpu.snapshots > 0
-    assert setting(*asked, "cpu").counted(cpu) == cpu.device + cpu.host + cpu.snapshots
+    assert setting(*asked, "cpu").counted(cpu) == cpu.share + cpu.working + cpu.host + cpu.snapshots
 
 
 def test_a_folder_is_read_by_its_config(tmp_path):

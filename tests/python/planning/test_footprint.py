@@ -14,6 +14,7 @@ from evermoe.copies.replay import replica
 from evermoe.planning import protection, seating
 from evermoe.planning.footprint import PHASES, footprint
 from evermoe.planning.models import MODELS, ModelShape
+from evermoe.planning.nccl_buffers import nccl_bytes
 from evermoe.planning.seating import FootprintOptions
 from evermoe.state.model_shape import shape_of
 
@@ -92,6 +93,23 @@ def test_a_recovery_has_the_previous_copies_until_the_new_ones_are_complete():
     # The lost worker's 2 experts of each layer now train on the others, which hold 3 places each.
     assert three.moments[2].uses[0].parameters == 4 * (1000 + 3 * 3 * 500)
     assert sum(use.fetched for use in arriving.uses) >= 12 * 3 * 2 * 500
+
+
+def test_gpus_have_buffers_of_nccl_for_each_peer():
+    each, pool = 12 << 20, 2 * 32 * 16 * (128 << 10)
+    assert [nccl_bytes(workers, 8) for workers in (1, 2, 8)] == [0, 2 * 32 * each, 8 * 32 * each]
+    assert [nccl_bytes(workers, 8) for workers in (16, 64, 128, 1024)] == [
+        (32 + 7 * channels) * each + pool for channels in (4, 4, 2, 1)
+    ]
+    assert nccl_bytes(2, 1) == nccl_bytes(64, 1) == 32 * each + pool, "no peer is on the same node"
+    for shape, communicators in ((SMALL, 1), (MODELS["gpt-l-moe"], 2)):
+        found = footprint(shape, FootprintOptions(workers=16, workers_per_node=8))
+        assert {use.network for moment in found.moments[:3] for use in moment.uses} == {
+            communicators * nccl_bytes(16, 8)
+        }
+        assert {use.network for use in found.moments[-1].uses} == {communicators * nccl_bytes(8, 8)}
+        use = found.peak("step")[1]
+        assert use.device - use.network == use.share + use.working == use.process - use.host
 
 
 def test_no_recovery_where_nobody_is_left():

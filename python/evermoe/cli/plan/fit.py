@@ -361,7 +361,8 @@ def fit_json(report: FitReport) -> dict[str, Any]:
         "fewest_nodes": report.fewest_nodes,
         "ways": [{"flags": flags, "fewest_nodes": nodes} for flags, nodes in report.ways],
         "peaks": {
-            phase: {"moment": moment, "counted": setting.counted(use), "share": use.share, **use._asdict()}
+            phase: {"moment": moment, "counted": setting.counted(use), "share": use.share}
+            | (use if setting.is_on_gpu else use._replace(network=0))._asdict()
             for phase, (moment, use) in report.peaks.items()
         },
     }

@@ -19,6 +19,7 @@ PARTS = {
     "moments": "moments",
     "gradients": "gradients",
     "working": "working memory",
+    "network": "NCCL's buffers",
     "fetched": "units that move",
     "replicas": "replicas of others",
     "log": "logged gradients",
@@ -28,7 +29,7 @@ PARTS = {
     "snapshots": "shared memory",
 }
 """Name of each part in the table."""
-ON_GPU = ("parameters", "masters", "moments", "gradients", "working")
+ON_GPU = ("parameters", "masters", "moments", "gradients", "working", "network")
 """Parts in device memory, where the device is a GPU."""
 NAMES = {"start": "at the start", "step": "in training", "recovery": "in a recovery"}
 
@@ -113,7 +114,7 @@ def _table(report: FitReport) -> Table:
         table.add_column(NAMES[phase], justify="right", no_wrap=True)
     uses = [use for _, use in report.peaks.values()]
     on_gpu = report.setting.is_on_gpu
-    inside = [name for name in PARTS if name in ON_GPU or not on_gpu]
+    inside = [name for name in PARTS if (name in ON_GPU if on_gpu else name != "network")]
     for name in inside:
         _add(table, PARTS[name], [getattr(use, name) for use in uses])
     counted = [report.setting.counted(use) for use in uses]
