@@ -41,7 +41,7 @@ export PYO3_PYTHON := $(CURDIR)/$(BIN)/python
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup package demo test test-rust test-python test-all test-rust-rest test-python-rest test-long test-failures test-torch check lint fmt kernels bench test-gpu bench-gpu wheel check-wheel release coverage docs evidence clean
+.PHONY: help setup package demo test test-rust test-python test-all test-rust-rest test-python-rest test-long test-failures test-torch check lint fmt kernels bench test-gpu bench-gpu gpu-contact gpu-node wheel check-wheel release coverage docs evidence clean
 
 help: ## List the commands
 	@awk -F':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -170,6 +170,12 @@ test-gpu: ## Run the tests that need a CUDA device, then some under compute-sani
 
 bench-gpu: ## Run the benches on a CUDA device; JSON in out/gpu
 	$$(test -x $(BIN)/python && echo $(BIN)/python || echo $(PYTHON)) tests/python/support/on_gpu.py bench
+
+gpu-contact: ## First run on one GPU: the tests, then kernels, copies and real NCCL, in 10 minutes; JSON in out/gpu
+	$$(test -x $(BIN)/python && echo $(BIN)/python || echo $(PYTHON)) tests/python/support/on_gpu.py contact
+
+gpu-node: ## First run on a node of several GPUs, in 10 minutes; JSON in out/gpu
+	$$(test -x $(BIN)/python && echo $(BIN)/python || echo $(PYTHON)) tests/python/support/on_gpu.py node
 
 wheel: package ## Build the abi3 wheel into out/wheels, with the wheels that a machine with torch lacks (GPU_PYTHON=3.12)
 	rm -rf out/wheels

@@ -24,7 +24,7 @@ FLUSHED_BYTES = 256 << 20
 def parser(doc, *, seconds, threads=(1, 2), devices=("cpu", "cuda")):
     """Return a parser with the options of every bench."""
     made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawTextHelpFormatter)
-    made.add_argument("--device", choices=devices, default="cpu")
+    made.add_argument("--device", choices=devices, default=devices[0])
     made.add_argument("--json", help="file for the results")
     made.add_argument("--threads", type=int, nargs="+", default=list(threads), help="numbers of CPU threads to measure")
     made.add_argument("--seconds", type=float, default=seconds, help="duration of each measurement (%(default)s)")

@@ -1,5 +1,6 @@
 """The tests marked `gpu` on no GPU: torch's CUDA tensors in host memory, behind stand-ins of driver and runtime."""
 
+import json
 import os
 import subprocess
 import sys
@@ -83,3 +84,23 @@ def test_gpu_tests_pass_behind_stand_ins(tmp_path, case):
     assert run.returncode == 0, said
     last = said.splitlines()[-1]
     assert " passed" in last and "skipped" not in last, said
+
+
+def test_the_bench_of_aborts_runs_behind_stand_ins(tmp_path):
+    """So that it is known to work before there is a GPU, or several."""
+    if torch.version.cuda is None or not has_cuda_kernels():
+        pytest.skip("needs a torch with CUDA, and kernels in this build")
+    folder = ROOT / "target/emulator/driver"
+    build(folder, driver=1)
+    (tmp_path / "sitecustomize.py").write_text("from support import stand_in\n", encoding="utf-8")
+    paths = [str(tmp_path), str(ROOT / "tests/python"), *sys.path]
+    command = [sys.executable, str(ROOT / "benches/bench_aborts.py"), "--states", "waits", "queue", "--json", "found"]
+    subprocess.run(
+        command,
+        cwd=tmp_path,
+        env=stand_in.variables(folder, RANDOM) | {"PYTHONPATH": os.pathsep.join(filter(None, paths))},
+        check=True,
+        timeout=200,
+    )
+    rows = json.loads((tmp_path / "found").read_text(encoding="utf-8"))["rows"]
+    assert [(row["state"], row["result"]) for row in rows] == [("waits", "back"), ("queue", "back")]

@@ -4,11 +4,15 @@
     make wheel       # on a machine with Rust: out/wheels holds evermoe and what it needs besides torch
     make test-gpu    # on the machine with a GPU, in this folder: the GPU tests, then some under compute-sanitizer
     make bench-gpu   # on that machine: each kernel's time, and the fraction of the copy bandwidth
+    make gpu-contact # on one GPU of a new kind or driver: the tests, then what matters most, real NCCL included
+    make gpu-node    # on a node of several GPUs: what only those can show
 
-Where there is no make: `python tests/python/support/on_gpu.py test`, or `bench`.
+Where there is no make: `python tests/python/support/on_gpu.py test`, or `bench`, `contact`, `node`.
 
-The first takes less than 8 minutes, the other less than 10; both write JSON to out/gpu. Without a GPU both say so and
-end well.
+Each takes less than 10 minutes, and writes JSON to out/gpu after each step, so that a run which is cut off leaves what
+it had. A step that hangs ends at its own limit. Without a GPU they say so and end well.
+
+Two ranks on one GPU need NCCL 2.30 or newer: NCCL_LIBRARY=PATH names its libnccl.so.2, of the package nvidia-nccl-cu13.
 """
 
 import argparse
@@ -39,8 +43,19 @@ BENCHES = {
     "profile": (40, []),
     "layer": (65, ["--tokens", "16384", "--hidden", "2048", "--intermediate", "1024", "--seconds", "2"]),
     "session": (90, ["--workers", "2", "--rounds", "1", "--kills", "0", "--steps", "12", *ONE_GIB]),
+    "aborts": (90, []),
+    "aborts-20": (200, ["--rounds", "20", "--states", "waits", "connects", "queue", "behind"]),
+    "transformers": (60, ["--tokens", "8192"]),
+    "session-8": (150, ["--workers", "8", "--rounds", "1", "--kills", "1", "--steps", "12", *ONE_GIB]),
 }
 """By the name of the results: the most seconds, and options; a hyphen ends the name of the bench."""
+COMMANDS = {
+    "bench": ("kernels", "ops", "optim", "copies", "overlap", "overlap-32", "profile", "layer", "session"),
+    "contact": ("kernels", "overlap", "overlap-32", "aborts", "transformers"),
+    "node": ("aborts", "aborts-20", "session-8"),
+}
+"""Benches of each command, in order."""
+SEVERAL_GPUS = ("comm/test_nccl_groups.py", "session/training/test_several_gpus.py", "pipeline/test_pipeline_on_gpu.py")
 TESTS = (
     "comm/test_courier.py",
     "comm/test_nccl_groups.py",
@@ -54,6 +69,7 @@ TESTS = (
     "session/training/test_several_gpus.py",
     "snapshot/test_gpu_source.py",
     "state/test_gpu_digests.py",
+    "test_arbitrary_counts.py",
     "test_checkpointed_moe.py",
     "test_host_waits.py",
     "test_masters.py",
@@ -80,7 +96,7 @@ KERNELS = (
 """Beginnings of the names of our kernels, for compute-sanitizer: torch's are many, and not ours to check."""
 SANITIZED = ["tests/python/ops", "-k", "example"]
 """Tests that launch each kernel, and are small enough to run under a tool that slows kernels down a hundred times."""
-TEST_SECONDS, CHECK_SECONDS = 240, 50
+TEST_SECONDS, CHECK_SECONDS, CONTACT_SECONDS, NODE_SECONDS = 240, 50, 200, 150
 INTERRUPT_SECONDS = 5
 PROCESSES = min(10, os.cpu_count() or 1)
 
@@ -161,11 +177,15 @@ def sanitizer():
     return named or next((str(place) for place in places if place.exists()), None)
 
 
+def run_tests(variables, seconds, files):
+    """The GPU tests of these files."""
+    together = ["-n", str(PROCESSES)] if importlib.util.find_spec("xdist") else []
+    return pytest(variables, seconds, OUT / "tests.xml", *together, *[f"tests/python/{path}" for path in files])
+
+
 def test(variables):
     """The GPU tests, then those that are small under each check of compute-sanitizer."""
-    together = ["-n", str(PROCESSES)] if importlib.util.find_spec("xdist") else []
-    paths = [f"tests/python/{path}" for path in TESTS]
-    results = {"tests": pytest(variables, TEST_SECONDS, OUT / "tests.xml", *together, *paths)}
+    results = {"tests": run_tests(variables, TEST_SECONDS, TESTS)}
     tool = sanitizer()
     if tool is None:
         print("compute-sanitizer not found: its checks are left out")
@@ -179,22 +199,30 @@ def test(variables):
 
 
 def bench(variables):
-    """Each bench on the GPU, its table on the terminal and its JSON in a file."""
-    results = {}
-    for name, (seconds, options) in BENCHES.items():
-        command = [
-            sys.executable,
-            f"benches/bench_{name.partition('-')[0]}.py",
-            "--device",
-            "cuda",
-            "--json",
-            str(OUT / f"{name}.json"),
-            *options,
-        ]
+    """Each bench on the GPU."""
+    return run_benches(variables, "bench", {})
+
+
+def contact(variables):
+    """The tests, then the benches that say first whether a GPU of a new kind, a driver or an NCCL does what we need."""
+    return run_benches(variables, "contact", {"tests": run_tests(variables, CONTACT_SECONDS, TESTS)})
+
+
+def node(variables):
+    """The tests and benches that need several GPUs."""
+    return run_benches(variables, "node", {"tests": run_tests(variables, NODE_SECONDS, SEVERAL_GPUS)})
+
+
+def run_benches(variables, command, results):
+    """The benches of a command, each with its table on the terminal and its JSON in a file."""
+    for name in COMMANDS[command]:
+        seconds, options = BENCHES[name]
+        file = f"benches/bench_{name.partition('-')[0]}.py"
         start = time.monotonic()
-        status = limited(command, seconds, variables)
+        written = ["--device", "cuda", "--json", str(OUT / f"{name}.json")]
+        status = limited([sys.executable, file, *written, *options], seconds, variables)
         results[name] = {"status": status, "seconds": round(time.monotonic() - start, 1)}
-    write("benches", results)
+        write(command, results)
     return all(result["status"] == 0 for result in results.values())
 
 
@@ -208,8 +236,8 @@ def write(name, results):
 def main():
     """Does what the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("what", choices=["test", "bench"])
-    what = {"test": test, "bench": bench}[parser.parse_args().what]
+    parser.add_argument("what", choices=["test", *COMMANDS])
+    what = {"test": test, "bench": bench, "contact": contact, "node": node}[parser.parse_args().what]
     OUT.mkdir(parents=True, exist_ok=True)
     variables = environment()
     sys.exit(0 if not has_gpu(variables) or what(variables) else 1)
