@@ -237,6 +237,8 @@ class FailureDetector:
                 elif nccl.is_stuck(self._hang_timeout):
                     self._groups[0].timed_out = True
                     self._on_silent(f"the GPU has waited in a collective for hang_timeout = {self._hang_timeout:g} s")
+                elif nccl.is_stuck(self._hang_timeout / 2):
+                    self._reach.set_computes(0)  # the host may be in the script's own wait for the GPU
 
     def _gpu_waits(self) -> bool:
         """Whether the GPU has waited long enough for others that they cannot have waited for this member."""

@@ -55,3 +55,21 @@ def test_copies_travel_in_windows_between_what_the_gpus_run(start_job, own_gpus,
     verified = [event for each in (workers[0], workers[2]) for event in each.events("verified")]
     assert sum(event["digests_checked"] for event in verified) > 0
     assert sum(event["digests_mismatched"] for event in verified) == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(300)
+def test_survivors_give_up_a_member_that_hangs_while_their_gpus_wait_for_it(start_job, own_gpus):
+    """Their hosts have launched the exchange and left it: nobody waits in a call that has a timeout."""
+    job = start_job(3, hang_timeout=8.0, **FEWEST)
+    faults = {"b": [Fault("forward", 4, "hang")]}
+    workers = [
+        job.start(name, *faults.get(name, []), device="cuda", steps=8, environment=own_gpus(number))
+        for number, name in enumerate("abc")
+    ]
+    assert [each.join(SLOW) for each in (workers[0], workers[2])] == [0, 0]
+    job.wake()
+    check_history(workers, away="b")
+    for each in (workers[0], workers[2]):
+        assert "waited 8 s for b-" in each.log()
+        assert [event["members"] for event in each.events("recovered")] == [3, 2]
