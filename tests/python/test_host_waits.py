@@ -30,9 +30,11 @@ def pass_through(layer, x):
     yield {"out": out.detach(), "x": x.grad} | {name: each.grad for name, each in layer.named_parameters()}
 
 
-def waits(group, matrix, options):
+def waits(group, matrix, options, shared=False):
     torch.manual_seed(0)
     layer = MoE(H, 16, E, **options)
+    if shared:
+        layer.shared = torch.nn.Linear(H, H, dtype=options["dtype"])
     hold(layer, group, np.array(matrix))
     x = torch.randn(9 + group.rank, H, dtype=layer.router.weight.dtype)
     _, expected = pass_through(layer, x)
@@ -61,9 +63,9 @@ def waits(group, matrix, options):
     }
 
 
-def run(tmp_path, ranks, *several):
+def run(tmp_path, ranks, *several, shared=False):
     """Yield options of a layer with what each rank has found with them."""
-    cases = [(PLACEMENTS[ranks], options) for options in several]
+    cases = [(PLACEMENTS[ranks], options, shared) for options in several]
     for options, results in zip(several, run_each(tmp_path, ranks, waits, cases), strict=True):
         for found in results:
             torch.testing.assert_close(found["found"], found["expected"])
@@ -88,6 +90,16 @@ def test_the_gpu_has_work_while_the_host_waits(tmp_path, ranks):
     several = [{"dtype": torch.float32, "token_split": "even", "fp8_dispatch": fp8} for fp8 in (False, True)]
     for _, found in run(tmp_path, ranks, *several, {"dtype": torch.float32} if ranks == 1 else several[0]):
         assert {"evermoe::dispatch_plan", "evermoe::permute"} <= set(found["before the wait"])
+
+
+def test_the_gpu_computes_the_shared_expert_while_the_host_waits(tmp_path):
+    several = [
+        {"dtype": torch.bfloat16, "token_split": split, "fp8_dispatch": fp8}
+        for split, fp8 in (("balanced", False), ("balanced", True), ("even", False))
+    ]
+    for _, found in run(tmp_path, 2, *several, shared=True):
+        assert found["forward"] == ["synchronize"]
+        assert "aten::addmm" in found["before the wait"], "that of the shared expert alone has a bias"
 
 
 def test_the_gpu_splits_tokens_evenly_and_the_host_reads_how_many_in_its_one_wait(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 
 import numpy as np
 import pytest
@@ -15,8 +16,9 @@ from evermoe import MoE, load_balancing_loss
 from evermoe._native import digest
 from evermoe.comm.collectives import ExpertReducer
 from evermoe.comm.group import Group
+from evermoe.errors import PeerLost
 from evermoe.moe.layer import moe_layers
-from support.ranks import run_each, run_ranks, sum_gradients
+from support.ranks import members, run_each, run_ranks, sum_gradients
 
 H, EXPERTS, BALANCE = 8, 5, 0.1
 PLACEMENTS = {
@@ -170,6 +172,70 @@ def test_tokens_travel_in_8_bits(tmp_path, name):
         check(results, PLACEMENTS[name], expected)
         exact = reference(make(*kind[:3]), *inputs(sum(tokens)))
         assert 1e-4 < (exact["out"] - expected["out"]).abs().max() < 0.1, "they are rounded"
+
+
+class Wrapper(nn.Module):
+    """Around experts, as activation checkpointing is."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def __getattr__(self, name):
+        return getattr(super().__getattr__("inner"), name) if name != "inner" else super().__getattr__(name)
+
+    def forward(self, *tensors):
+        assert torch.is_grad_enabled()
+        with torch.no_grad():  # of what runs in here, autograd sees nothing
+            return self.inner(*tensors)
+
+
+@pytest.mark.parametrize("kind", ["plain", "wrapped", "another forward"])
+def test_a_shared_expert_adds_its_output_and_has_its_gradient(kind):
+    layer, (x, y) = make(2, True), inputs(23)
+    layer.shared = nn.Sequential(nn.Linear(H, 12), nn.Dropout(0.5), nn.GELU(), nn.Linear(12, H))
+    expected = copy.deepcopy(layer)
+    if kind == "wrapped":
+        layer.experts = Wrapper(layer.experts)
+    elif kind == "another forward":
+        layer.experts.forward = partial(type(layer.experts).forward, layer.experts)
+    ours, theirs = (x.clone().requires_grad_() for _ in range(2))
+    torch.manual_seed(1)
+    out = layer(ours)
+    (out * y).sum().backward()
+    torch.manual_seed(1)
+    routes = expected.router(theirs)
+    other = expected.experts(theirs, routes.ids_TK, routes.weights_TK) + expected.shared(theirs)
+    assert torch.equal(out, other)
+    (other * y).sum().backward()
+    for mine, one in zip(layer.shared.parameters(), expected.shared.parameters(), strict=True):
+        assert torch.equal(mine.grad, one.grad)
+    if kind != "wrapped":
+        assert torch.equal(ours.grad, theirs.grad)
+        assert torch.equal(layer.experts.weights.grad, expected.experts.weights.grad)
+
+
+def lose_after_the_plan(group, folder):
+    """A member is lost while the shared expert computes."""
+    layer = make(2, True)
+    layer.shared = nn.Linear(H, H)
+    own, transport = members(group, folder, 30)
+    hold(layer, own, np.ones((2, EXPERTS), np.int64))
+    x = inputs(9)[0]
+    out = layer(x)
+    if group.rank == 0:
+        layer.shared.register_forward_hook(lambda *_: own.drop("the test drops it"))
+    with pytest.raises(PeerLost, match="all_to_all"):
+        layer(x)
+    layer.experts.group, layer.experts.matrix_RE = Group(), np.ones((1, EXPERTS), np.int64)
+    layer.shared._forward_hooks.clear()
+    torch.testing.assert_close(layer(x), out)
+    transport.close()
+    return True
+
+
+def test_a_member_that_is_lost_while_a_shared_expert_computes(tmp_path):
+    assert run_ranks(tmp_path, 2, lose_after_the_plan, str(tmp_path)) == [True, True]
 
 
 class Regrouped(TorchDispatchMode):

@@ -12,7 +12,7 @@ from typing import Literal, get_args
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 ROW_ALIGNMENT = 32
 """An expert's flat weights are padded to a multiple of this number of elements: full SIMD registers for every type.
@@ -200,3 +200,20 @@ class Expert:
 
     def _join(self, gate_NI: Tensor, up_NI: Tensor) -> Tensor:
         return self.activation(gate_NI) * up_NI if self.gating is None else self.gating(gate_NI, up_NI)
+
+
+def norm_rows(norm: nn.Module, outputs_NH: Tensor, ends_e: Tensor) -> Tensor:
+    """Return the experts' outputs after a norm, which sees no padding: `[N, H]`, with zeros as padding.
+
+    Args:
+        norm: treats each row by itself.
+        outputs_NH: ordered by expert; rows after the last expert's are padding.
+        ends_e: int32, the end of each expert's rows.
+    """
+    numbers_N1 = torch.arange(len(outputs_NH), device=ends_e.device).unsqueeze(1)
+    is_row_N1 = numbers_N1 < ends_e[-1]  # padding is uninitialized memory, and so are its gradients
+    # A norm without eps turns a constant row into NaN, and NaN times a gradient of zero is NaN.
+    harmless_H = (torch.arange(outputs_NH.shape[1], device=ends_e.device) % 2 + 1).to(outputs_NH.dtype)
+    normed_NH = norm(outputs_NH.where(is_row_N1, harmless_H))
+    found: Tensor = normed_NH.to(outputs_NH.dtype).where(is_row_N1, 0)
+    return found

@@ -11,21 +11,27 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from evermoe import ops
 from evermoe.comm.collectives import all_reduce, all_to_all
 from evermoe.comm.group import Group
-from evermoe.errors import UnsupportedState
 from evermoe.moe import checkpointing, fp8_exchange, graph_ops
 from evermoe.moe.choice import Layer, end_choice
-from evermoe.moe.expert import Expert, Product
+from evermoe.moe.expert import Expert, Product, norm_rows
 from evermoe.moe.expert_copies import PartialExperts
 from evermoe.moe.forward_turns import Manner, Turns
-from evermoe.moe.module_paths import named_parts
+from evermoe.moe.module_paths import named_parts, norm_over_rows
 from evermoe.moe.shared_cast import share_cast
 from evermoe.moe.token_counts import TokenCount
-from evermoe.moe.token_exchange import MAX_RANKS, Exchange, HostMemory, Padding, Placed
+from evermoe.moe.token_exchange import (
+    MAX_RANKS,
+    Exchange,
+    HostMemory,
+    Padding,
+    Placed,
+    permute_weighted,
+    refuse_capture,
+)
 from evermoe.planning import split_tokens
 from evermoe.planning.dispatch import SPLITS, SplitPolicy
 
@@ -99,7 +105,7 @@ class Experts(PartialExperts, Layer):
             )
         if fp8_dispatch and expert.weighted == "inputs":
             raise ValueError("Experts: expected fp8_dispatch=False, or an expert with weighted='outputs'")
-        if (mixing := _mixes_rows(post_norm)) is not None:
+        if (mixing := norm_over_rows(post_norm)) is not None:
             raise ValueError(
                 f"Experts: expected post_norm to treat each row by itself, got {mixing}, whose statistics are of all "
                 "rows that are on one rank: use RMSNorm or LayerNorm"
@@ -159,13 +165,17 @@ class Experts(PartialExperts, Layer):
             + (", fp8_dispatch" if self.fp8_dispatch else "")
         )
 
-    def forward(self, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+    def forward(
+        self, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, before_wait: Callable[[], None] | None = None
+    ) -> Tensor:
         """Return the weighted sum of each token's expert outputs; collective when the layer spans several ranks.
 
         Args:
             x_TH: tokens `[T, H]`.
             ids_TK: int32 or int64 `[T, K]`: experts of 0..E, or -1 for none.
             weights_TK: `[T, K]`, float32 or the experts' dtype; differentiable.
+            before_wait: called once, before the host waits for the plan of the exchange, to launch other work on the
+                GPU meanwhile. Not in `torch.compile`.
 
         Returns:
             `[T, H]`, dtype of `x_TH`.
@@ -177,15 +187,20 @@ class Experts(PartialExperts, Layer):
         ids_TK, weights_TK = end_choice(self, ids_TK, weights_TK)
         if not self.has_samples:
             ids_TK = torch.full_like(ids_TK, -1)
-        return self.run(x_TH, ids_TK, weights_TK, in_graph=torch.compiler.is_compiling())
+        return self.run(x_TH, ids_TK, weights_TK, before_wait, in_graph=torch.compiler.is_compiling())
 
-    def run(self, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, *, in_graph: bool) -> Tensor:
+    def run(
+        self, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, launch: Callable[[], None] | None, *, in_graph: bool
+    ) -> Tensor:
         """Run `forward` with the messages of a compiled (`in_graph`) or of an eager forward."""
         counts_E = ops.expert_histogram(ids_TK, self.num_experts)
         sent_TH = x_TH.to(_compute_dtype(self.weights, x_TH.device.type))
         if in_graph:
             return self._forward_in_graph(sent_TH, ids_TK, weights_TK, counts_E).to(x_TH.dtype)
-        exchange = self._plan(ids_TK, counts_E, sent_TH)
+        plan = self._begin_plan(ids_TK, counts_E, sent_TH)
+        if launch is not None:
+            launch()
+        exchange = plan()
         self.share_E = exchange.share_E
         if self.top_k != ids_TK.shape[1]:
             self.top_k = ids_TK.shape[1]
@@ -195,13 +210,14 @@ class Experts(PartialExperts, Layer):
         if self.fp8_dispatch:
             rows_NH = fp8_exchange.send(sent_TH, row_ids, positions_TK, exchange, self.group)
         else:
-            rows_NH, weights_TK = self._rows(sent_TH, row_ids, positions_TK, weights_TK)
+            rows_NH, weights_TK = permute_weighted(sent_TH, row_ids, positions_TK, weights_TK, self.expert.weighted)
             sizes = exchange.sizes  # the host waits here, while the GPU has work
             rows_NH = exchange.by_expert(all_to_all(rows_NH, sizes.sent_R, sizes.received_R, self.group))
         if len(self.ids) == 0:
             outputs_NH = take_part(rows_NH, self._matrices(rows_NH.dtype))
         else:
-            outputs_NH = self._feed_forward(rows_NH, _product(exchange, rows_NH.dtype, self._widths), exchange.ends_e)
+            product = graph_ops.exchange_product(exchange, rows_NH.dtype, self._widths)
+            outputs_NH = self._feed_forward(rows_NH, product, exchange.ends_e)
         sizes = exchange.sizes
         returned_NH = all_to_all(exchange.by_source(outputs_NH), sizes.received_R, sizes.sent_R, self.group)
         return ops.unpermute(returned_NH, positions_TK, weights_TK).to(x_TH.dtype)
@@ -215,7 +231,7 @@ class Experts(PartialExperts, Layer):
         row_ids, positions_TK = ops.dispatch_plan(ids_TK, send_ER)
         if self.fp8_dispatch:
             x_TH = fp8_exchange.rounded(x_TH)
-        rows_NH, weights_TK = self._rows(x_TH, row_ids, positions_TK, weights_TK)
+        rows_NH, weights_TK = permute_weighted(x_TH, row_ids, positions_TK, weights_TK, self.expert.weighted)
         ends_e = receive_Re.sum(0).cumsum(0).to(torch.int32)
         product: Product = lambda rows_NC, matrices_eDC: graph_ops.multiply(rows_NC, matrices_eDC, ends_e)  # noqa: E731
         if self.group.is_alone:
@@ -230,16 +246,6 @@ class Experts(PartialExperts, Layer):
             rows_NH = graph_ops.exchange_rows(self._name, rows_NH, splits_2R, row_ids.shape[0], True)
         return ops.unpermute(rows_NH, positions_TK, weights_TK)
 
-    def _rows(self, x_TH: Tensor, row_ids: Tensor, positions_TK: Tensor, weights_TK: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the rows for the experts, `[N, H]`, and the weights of their outputs."""
-        rows_NH = ops.permute(x_TH, row_ids, positions_TK)
-        if self.expert.weighted == "outputs":
-            return rows_NH, weights_TK
-        last = len(rows_NH)  # takes the weights of choices without an expert
-        places = torch.where(positions_TK < 0, last, positions_TK).long().flatten()
-        weights_N = weights_TK.new_zeros(last + 1).scatter(0, places, weights_TK.flatten())[:last]
-        return rows_NH * weights_N.to(rows_NH.dtype).unsqueeze(1), torch.ones_like(weights_TK)
-
     def plan_exchange(self, counts_E: Tensor) -> Exchange:
         """Gather and count the load, and plan the exchange; collective.
 
@@ -248,18 +254,28 @@ class Experts(PartialExperts, Layer):
         `balanced` the host plans from the counts of all ranks. That algorithm (`src/dispatch/flow.rs`) finds one
         augmenting path after the other, each depending on the previous ones, so it does not parallelise on a GPU.
         """
+        return self._begin_exact(counts_E)()
+
+    def _begin_exact(self, counts_E: Tensor) -> Callable[[], Exchange]:
+        """Begin `plan_exchange` without a wait, and return a function that does the rest."""
         self.count.begun += self.group.broken is None
         tokens_RE = self.group.all_gather(counts_E)
-        _refuse_capture()
+        refuse_capture()
         if self.token_split == "even" and tokens_RE.is_cuda and self.group.size <= MAX_RANKS:
-            return self._plan_on_device(tokens_RE)
-        on_host_RE = self._host.begin_read(tokens_RE)()
-        self.group.check_nccl()  # after a failure the GPU is released without the counts
-        tokens_E = on_host_RE.sum(0)
-        self.count.add(tokens_E, is_counted=self.training and not checkpointing.is_recomputing())
-        tokens_ER = np.ascontiguousarray(on_host_RE.T)
-        planned = split_tokens(tokens_ER, self.matrix_RE, self.group.rank, self.token_split)
-        return Exchange.of(tokens_RE.device, tokens_E, *planned, self.ids)
+            exchange = self._plan_on_device(tokens_RE)
+            return lambda: exchange
+        read = self._host.begin_read(tokens_RE)
+
+        def plan() -> Exchange:
+            on_host_RE = read()
+            self.group.check_nccl()  # after a failure the GPU is released without the counts
+            tokens_E = on_host_RE.sum(0)
+            self.count.add(tokens_E, is_counted=self.training and not checkpointing.is_recomputing())
+            tokens_ER = np.ascontiguousarray(on_host_RE.T)
+            planned = split_tokens(tokens_ER, self.matrix_RE, self.group.rank, self.token_split)
+            return Exchange.of(tokens_RE.device, tokens_E, *planned, self.ids)
+
+        return plan
 
     def _plan_on_device(self, tokens_RE: Tensor) -> Exchange:
         """Let the GPU plan the exchange, from the tokens of all ranks."""
@@ -274,29 +290,26 @@ class Experts(PartialExperts, Layer):
 
         return Exchange.plan_on_device(tokens_RE, self._placed[2], self.group.rank, self._host, count)
 
-    def _plan(self, ids_TK: Tensor, counts_E: Tensor, x_TH: Tensor) -> Exchange:
-        """Plan the exchange of a forward; all ranks make the same choice of a plan on the host or not. Collective.
+    def _begin_plan(self, ids_TK: Tensor, counts_E: Tensor, x_TH: Tensor) -> Callable[[], Exchange]:
+        """Begin to plan the exchange of a forward; all ranks choose the same of its ways. Collective.
 
         Raises:
             ValueError: the number of tokens exceeds `max_tokens`.
         """
         (tokens, top_k), dtype = ids_TK.shape, x_TH.dtype
-        if self.max_tokens is not None and tokens > self.max_tokens:
-            raise ValueError(
-                f"Experts: expected at most max_tokens={self.max_tokens} tokens in a forward, got {tokens}"
-            )
+        _check_tokens(tokens, self.max_tokens)
         if self.turns is not None:
             self.turns.take(self, Manner.of(x_TH, ids_TK, in_graph=False))
         is_quick = graph_ops.takes_groups(counts_E.device, dtype, self._widths)
         if self.group.is_alone and (counts_E.is_cuda or (is_quick and self.max_tokens is not None)):
-            if not is_quick:
-                _refuse_capture()
-            return Exchange.alone(self._gather(counts_E), tokens * top_k, None if is_quick else self._host)
+            alone = Exchange.alone(self._gather(counts_E), tokens * top_k, None if is_quick else self._host)
+            return lambda: alone
         if is_quick and self.max_tokens is not None:
             padding = self._find_padding(self.max_tokens, top_k, counts_E.device)
             if padding.fits(self.hidden * dtype.itemsize):
-                return Exchange.padded(self._gather(counts_E), padding, self.group.rank)
-        return self.plan_exchange(counts_E)
+                padded = Exchange.padded(self._gather(counts_E), padding, self.group.rank)
+                return lambda: padded
+        return self._begin_exact(counts_E)
 
     def _find_padding(self, max_tokens: int, top_k: int, device: torch.device) -> Padding:
         key = self.matrix_RE, device, top_k
@@ -314,14 +327,7 @@ class Experts(PartialExperts, Layer):
     def _feed_forward(self, rows_NH: Tensor, product: Product, ends_e: Tensor) -> Tensor:
         """Return the experts' outputs for rows ordered by local expert, in the same order."""
         outputs_NH = self.expert.apply(rows_NH, self._matrices(rows_NH.dtype), product, ends_e)
-        if self.post_norm is None:
-            return outputs_NH
-        numbers_N1 = torch.arange(len(rows_NH), device=ends_e.device).unsqueeze(1)
-        is_row_N1 = numbers_N1 < ends_e[-1]  # padding is uninitialized memory, and so are its gradients
-        # A norm without eps turns a constant row into NaN, and NaN times a gradient of zero is NaN.
-        harmless_H = (torch.arange(self.hidden, device=ends_e.device) % 2 + 1).to(outputs_NH.dtype)
-        normed_NH = self.post_norm(outputs_NH.where(is_row_N1, harmless_H))
-        return normed_NH.to(outputs_NH.dtype).where(is_row_N1, 0)
+        return outputs_NH if self.post_norm is None else norm_rows(self.post_norm, outputs_NH, ends_e)
 
     def _matrices(self, dtype: torch.dtype) -> dict[str, Tensor]:
         """Return what the local experts compute with, by name: `[e, *shape]` each."""
@@ -330,15 +336,6 @@ class Experts(PartialExperts, Layer):
     @property
     def _widths(self) -> tuple[int, int]:
         return self.expert.hidden, self.expert.intermediate
-
-
-def _refuse_capture() -> None:
-    """Refuse to continue in the capture of a CUDA graph, where the host can read nothing."""
-    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
-        raise UnsupportedState(
-            "Experts: expected no capture of a CUDA graph: the host must read how many tokens go where. Give "
-            "max_tokens, and bfloat16 experts whose matrices have rows of a multiple of 16 bytes"
-        )
 
 
 def _check_shapes(x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, hidden: int) -> None:
@@ -353,12 +350,9 @@ def _check_shapes(x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, hidden: int)
         )
 
 
-def _product(exchange: Exchange, dtype: torch.dtype, widths: tuple[int, int]) -> Product:
-    """Return the product for the exchange's rows of each local expert."""
-    ends_e, lengths_e = exchange.ends_e, exchange.sizes.lengths_e
-    if lengths_e is None or graph_ops.takes_groups(ends_e.device, dtype, widths):
-        return lambda rows_NC, matrices_eDC: graph_ops.multiply_at_once(rows_NC, matrices_eDC, ends_e)
-    return lambda rows_NC, matrices_eDC: graph_ops.multiply_one_by_one(rows_NC, matrices_eDC, lengths_e)
+def _check_tokens(tokens: int, max_tokens: int | None) -> None:
+    if max_tokens is not None and tokens > max_tokens:
+        raise ValueError(f"Experts: expected at most max_tokens={max_tokens} tokens in a forward, got {tokens}")
 
 
 def _compute_dtype(weights: Tensor, kind: str) -> torch.dtype:
@@ -368,12 +362,6 @@ def _compute_dtype(weights: Tensor, kind: str) -> torch.dtype:
 def take_part(rows_NH: Tensor, matrices: Mapping[str, Tensor]) -> Tensor:
     """Connect empty rows to the graph, so that a rank without experts takes part in the backward exchange."""
     return rows_NH + sum(each.sum() for each in matrices.values())
-
-
-def _mixes_rows(module: nn.Module | None) -> str | None:
-    """Return the class of a torch norm over several rows that the module is or contains; None without one."""
-    parts = [] if module is None else module.modules()
-    return next((type(part).__name__ for part in parts if isinstance(part, _NormBase)), None)
 
 
 def sum_over_members(experts: Experts, values: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ generation does not.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -58,7 +58,9 @@ class Served(Protocol):
     hidden: int
     weights: nn.Parameter
 
-    def run(self, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, *, in_graph: bool) -> Tensor:
+    def run(
+        self, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, launch: Callable[[], None] | None, *, in_graph: bool
+    ) -> Tensor:
         """Run a forward; collective."""
         ...
 
@@ -173,4 +175,4 @@ def _serve(layer: Served, manner: Manner) -> None:
     ids_TK = torch.zeros(0, manner.top_k, dtype=torch.int64, device=device)
     weights_TK = torch.zeros(0, manner.top_k, device=device)
     with torch.no_grad(), torch.autocast(device.type, dtype, enabled=bool(manner.is_autocast)):
-        layer.run(x_TH, ids_TK, weights_TK, in_graph=bool(manner.in_graph))
+        layer.run(x_TH, ids_TK, weights_TK, None, in_graph=bool(manner.in_graph))

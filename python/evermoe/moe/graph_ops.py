@@ -219,6 +219,14 @@ def multiply_one_by_one(rows_NC: Tensor, matrices_eDC: Tensor, lengths_e: Sequen
     return torch.cat([*outputs, rest.new_zeros(len(rest), matrices_eDC.shape[1])])
 
 
+def exchange_product(exchange: Exchange, dtype: torch.dtype, widths: Sequence[int]) -> Product:
+    """Return the product for the exchange's rows of each local expert."""
+    ends_e, lengths_e = exchange.ends_e, exchange.sizes.lengths_e
+    if lengths_e is None or takes_groups(ends_e.device, dtype, widths):
+        return lambda rows_NC, matrices_eDC: multiply_at_once(rows_NC, matrices_eDC, ends_e)
+    return lambda rows_NC, matrices_eDC: multiply_one_by_one(rows_NC, matrices_eDC, lengths_e)
+
+
 def product_of(ends_e: Tensor) -> Product:
     """Return the fastest product of rows with their experts' matrices, inside or outside graphs.
 

@@ -19,7 +19,7 @@ from evermoe.moe.choice import begin_choice
 from evermoe.moe.expert import Activation, Expert
 from evermoe.moe.experts import Experts, expert_layers, sum_over_members
 from evermoe.moe.module_paths import named_parts
-from evermoe.moe.router import Router
+from evermoe.moe.router import Router, Routes
 from evermoe.moe.token_counts import TokenCount
 from evermoe.planning.dispatch import SplitPolicy
 
@@ -162,11 +162,11 @@ class MoE(nn.Module):
         mask_T = None if mask is None else mask.reshape(-1)
         choice = begin_choice(self.experts)
         routes = self.router(x_TH, None if tokens is None else tokens.reshape(-1), mask_T, choice)
-        y_TH = self.experts(x_TH, routes.ids_TK, routes.weights_TK)
+        y_TH, shared_TH = self._run_experts(x_TH, routes)
         if routes.identity_T is not None:
             y_TH = y_TH + x_TH * routes.identity_T.unsqueeze(1).to(x_TH.dtype)
-        if self.shared is not None:
-            y_TH = y_TH + self.shared(x_TH)
+        if shared_TH is not None:
+            y_TH = y_TH + shared_TH
         share_E = self.experts.share_E.to(routes.probabilities_E)
         balance_loss = self.num_experts * (share_E * routes.probabilities_E).sum()
         if mask_T is None:
@@ -177,6 +177,19 @@ class MoE(nn.Module):
         checkpointing.keep(self, "balanced_tokens", counted * self.experts.has_samples)
         checkpointing.keep(self, "balance_loss", balance_loss)
         return y_TH.reshape(x.shape)
+
+    def _run_experts(self, x_TH: Tensor, routes: Routes) -> tuple[Tensor, Tensor | None]:
+        """Return the outputs of the experts and of `shared`, which a GPU computes while the host waits for its plan."""
+        experts, shared = self.experts, self.shared
+        if shared is None:
+            return experts(x_TH, routes.ids_TK, routes.weights_TK), None
+        # What a wrapper such as activation checkpointing runs must not contain another module.
+        is_plain = isinstance(experts, Experts) and "forward" not in vars(experts)
+        if torch.compiler.is_compiling() or not is_plain:
+            return experts(x_TH, routes.ids_TK, routes.weights_TK), shared(x_TH)
+        found: list[Tensor] = []
+        y_TH = experts(x_TH, routes.ids_TK, routes.weights_TK, before_wait=lambda: found.append(shared(x_TH)))
+        return y_TH, found[0]
 
 
 def moe_layers(model: nn.Module) -> dict[str, MoE]:

@@ -1,10 +1,11 @@
-"""Paths of a model's modules, without the wrappers around them."""
+"""Paths and kinds of a model's modules, without the wrappers around them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 
 WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module", "module")
 """Names that wrappers give to the module inside: `torch.compile`, torch's `checkpoint_wrapper`, and most others."""
@@ -43,3 +44,9 @@ def wrapped_by(module: nn.Module) -> nn.Module | None:
         return None
     ((name, inner),) = module._modules.items()
     return inner if name in WRAPPED else None
+
+
+def norm_over_rows(module: nn.Module | None) -> str | None:
+    """Return the class of a torch norm over several rows that the module is or contains; None without one."""
+    parts = [] if module is None else module.modules()
+    return next((type(part).__name__ for part in parts if isinstance(part, _NormBase)), None)

@@ -17,6 +17,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from evermoe import ops
+from evermoe.errors import UnsupportedState
+from evermoe.moe.expert import Weighted
 from evermoe.ops.dispatch import invert_positions
 
 PADDED_BYTES = 64 << 20
@@ -103,6 +105,8 @@ class Exchange:
             rows: number of choices, including those of no expert.
             host: memory for the rows of each expert, for which the host waits. None: it waits for nothing.
         """
+        if host is not None:
+            refuse_capture()
         tokens_E = tokens_RE.squeeze(0)
         read = None if host is None else host.begin_read(tokens_E)
         return Exchange(
@@ -303,6 +307,36 @@ class HostMemory:
             return found.numpy()
 
         return read
+
+
+def permute_weighted(
+    x_TH: Tensor, row_ids: Tensor, positions_TK: Tensor, weights_TK: Tensor, weighted: Weighted
+) -> tuple[Tensor, Tensor]:
+    """Return the rows for the experts, `[N, H]`, and the weights of their outputs.
+
+    Args:
+        x_TH: tokens.
+        row_ids: from `ops.dispatch_plan` or `Exchange.pad`.
+        positions_TK: from the same.
+        weights_TK: of the router.
+        weighted: tensors that the weights multiply; with `inputs` the outputs have weights of 1.
+    """
+    rows_NH = ops.permute(x_TH, row_ids, positions_TK)
+    if weighted == "outputs":
+        return rows_NH, weights_TK
+    last = len(rows_NH)  # takes the weights of choices without an expert
+    places = torch.where(positions_TK < 0, last, positions_TK).long().flatten()
+    weights_N = weights_TK.new_zeros(last + 1).scatter(0, places, weights_TK.flatten())[:last]
+    return rows_NH * weights_N.to(rows_NH.dtype).unsqueeze(1), torch.ones_like(weights_TK)
+
+
+def refuse_capture() -> None:
+    """Refuse to continue in the capture of a CUDA graph, where the host can read nothing."""
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        raise UnsupportedState(
+            "Experts: expected no capture of a CUDA graph: the host must read how many tokens go where. Give "
+            "max_tokens, and bfloat16 experts whose matrices have rows of a multiple of 16 bytes"
+        )
 
 
 def copy_to(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
