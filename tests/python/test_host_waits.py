@@ -294,6 +294,41 @@ class Twin(Group):
         return received
 
 
+LAUNCHES = {
+    "balanced, float32": ({"dtype": torch.float32}, 2, 51, 75, 1),
+    "balanced": ({}, 2, 38, 51, 1),
+    "even": ({"token_split": "even"}, 2, 50, 51, 1),
+    "max_tokens": ({"max_tokens": 12}, 2, 63, 51, 0),
+    "alone, float32": ({"dtype": torch.float32}, 1, 52, 69, 1),
+    "alone": ({}, 1, 38, 45, 0),
+}
+"""Options of a layer and ranks; launches of its forward and of its backward, and waits of the host."""
+
+
+@pytest.mark.parametrize("kind", LAUNCHES)
+def test_a_layer_has_no_more_launches_and_waits(kind):
+    """Without views and empty tensors; an exchange counts as the ops of `Twin`. Where there are fewer, lower these."""
+    options, ranks, forward, backward, waits = LAUNCHES[kind]
+    layer = MoE(H, 16, E, gated=True, **({"dtype": torch.bfloat16} | options))
+    layer.shared = torch.nn.Linear(H, H, dtype=layer.experts.weights.dtype)
+    if ranks > 1:
+        hold(layer, Twin(), np.ones((ranks, E), np.int64))
+    with PaperGpu() as gpu:
+        gpu.move(layer)
+        x = gpu.tensor(torch.randn(9, H, dtype=layer.experts.weights.dtype)).requires_grad_()
+        layer(x)  # the placement is there
+        gpu.done.clear()
+        out = layer(x)
+        launched = [name for name in gpu.done if name != "wait"]
+        assert len(launched) <= forward
+        assert gpu.done.count("wait") == waits
+        loss = out.float().square().sum() + layer.balance_loss
+        gpu.done.clear()
+        loss.backward()
+        assert "wait" not in gpu.done
+        assert len(gpu.done) <= backward
+
+
 def on_gpu(dtype, ranks=1, **options):
     torch.manual_seed(0)
     layer = MoE(H, 16, E, gated=True, dtype=dtype, device="cuda", **options)
