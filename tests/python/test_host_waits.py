@@ -316,7 +316,7 @@ def test_a_layer_has_no_more_launches_and_waits(kind):
     with PaperGpu() as gpu:
         gpu.move(layer)
         x = gpu.tensor(torch.randn(9, H, dtype=layer.experts.weights.dtype)).requires_grad_()
-        layer(x)  # the placement is there
+        layer(x)  # copies the placement
         gpu.done.clear()
         out = layer(x)
         launched = [name for name in gpu.done if name != "wait"]
