@@ -1,5 +1,6 @@
 //! Digests of units in place, without copies. [`super::capture`] computes those of units on devices.
 
+use crate::background::processors;
 use std::sync::Mutex;
 use std::thread;
 use xxhash_rust::xxh3::{Xxh3, xxh3_64};
@@ -22,7 +23,7 @@ pub fn digests(units: &[Vec<&[u8]>]) -> Vec<u64> {
             *digest = digest_of_parts(parts);
         }
     };
-    let threads = thread::available_parallelism().map_or(1, usize::from).min(MAX_THREADS).min(units.len());
+    let threads = processors().min(MAX_THREADS).min(units.len());
     thread::scope(|scope| {
         for _ in 1..threads {
             scope.spawn(work);

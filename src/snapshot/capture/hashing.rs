@@ -1,8 +1,7 @@
 //! Threads that hash arrived units: a GPU delivers bytes several times as fast as one thread reads them.
 
-use crate::background::lower_priority;
+use crate::background::{lower_priority, processors};
 use crate::error::{Error, Result};
-use std::num::NonZero;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -17,11 +16,10 @@ const BYTES_PER_THREAD: usize = 32 << 20;
 const SLICE_BYTES: usize = 1 << 20;
 
 /// Number of threads for a capture of `bytes` whose largest unit has `largest`: those that have enough work, at most
-/// half of the processors.
+/// half of this process's processors.
 pub(super) fn num_threads(bytes: usize, largest: usize) -> usize {
-    let processors = thread::available_parallelism().map_or(1, NonZero::get);
     let useful = (bytes / BYTES_PER_THREAD).min(bytes / largest.max(1));
-    (processors / 2).min(useful).min(MAX_THREADS)
+    (processors() / 2).min(useful).min(MAX_THREADS)
 }
 
 /// A unit whose bytes have all arrived.

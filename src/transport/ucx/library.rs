@@ -3,6 +3,7 @@
 use super::ffi::{self, Functions, Handle, Params, Status};
 use crate::error::{Error, Result};
 use std::ffi::{CStr, CString, c_uint};
+use std::path::Path;
 use std::ptr::null;
 use std::sync::{Mutex, PoisonError};
 
@@ -15,7 +16,7 @@ const RECEIVERS_READ: (&CStr, &CStr) = (c"RNDV_SCHEME", c"get_zcopy");
 /// Without RDMA only the process itself writes its memory. Messages would be cut into pieces and copied if receivers
 /// had to read.
 const AS_IS_FASTEST: (&CStr, &CStr) = (c"RNDV_SCHEME", c"auto");
-/// The network cards of this machine that have RDMA.
+/// The network cards of this machine that may have RDMA.
 const CARDS: &str = "/sys/class/infiniband";
 
 /// The library's functions and its context, which all workers of this process share.
@@ -95,13 +96,26 @@ fn explain(call: &Functions, status: Status) -> String {
     format!("UCX: {}", text.to_string_lossy())
 }
 
+/// Whether a port of some card is InfiniBand, or Ethernet with addresses for RoCE.
+fn has_rdma(cards: &Path) -> bool {
+    let below = |path: &Path| {
+        std::fs::read_dir(path).into_iter().flatten().flatten().map(|entry| entry.path()).collect::<Vec<_>>()
+    };
+    let text = |path: &Path| std::fs::read_to_string(path).unwrap_or_default();
+    below(cards).iter().flat_map(|card| below(&card.join("ports"))).any(|port| {
+        match text(&port.join("link_layer")).trim() {
+            "InfiniBand" => true,
+            _ => below(&port.join("gid_attrs/types")).iter().any(|kind| text(kind).contains("RoCE")),
+        }
+    })
+}
+
 fn start(call: &Functions) -> std::result::Result<Handle, String> {
     let done = |status| if status == ffi::OK { Ok(()) } else { Err(explain(call, status)) };
     let mut config = std::ptr::null_mut();
     // SAFETY: no prefix and no file, and room for a handle.
     done(unsafe { (call.ucp_config_read)(null(), null(), &raw mut config) })?;
-    let has_rdma = std::fs::read_dir(CARDS).is_ok_and(|mut cards| cards.next().is_some());
-    let scheme = if has_rdma { RECEIVERS_READ } else { AS_IS_FASTEST };
+    let scheme = if has_rdma(Path::new(CARDS)) { RECEIVERS_READ } else { AS_IS_FASTEST };
     let set = [ALL_WAIT, scheme].into_iter().try_for_each(|(name, value)| {
         // SAFETY: a live configuration, and C strings.
         done(unsafe { (call.ucp_config_modify)(config, name.as_ptr(), value.as_ptr()) })
@@ -115,4 +129,26 @@ fn start(call: &Functions) -> std::result::Result<Handle, String> {
     // SAFETY: it was read above, and is not used afterwards.
     unsafe { (call.ucp_config_release)(config) };
     started.map(|()| context)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::has_rdma;
+    use std::fs;
+
+    #[test]
+    fn a_card_of_ethernet_has_rdma_if_it_has_addresses_for_it() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let port = folder.path().join("mlx5_0/ports/1");
+        fs::create_dir_all(port.join("gid_attrs/types")).expect("folders");
+        assert!(!has_rdma(folder.path()));
+        fs::write(port.join("link_layer"), "Ethernet\n").expect("a file");
+        assert!(!has_rdma(folder.path()));
+        fs::write(port.join("gid_attrs/types/0"), "RoCE v2\n").expect("a file");
+        assert!(has_rdma(folder.path()));
+        fs::remove_file(port.join("gid_attrs/types/0")).expect("the file");
+        fs::write(port.join("link_layer"), "InfiniBand\n").expect("a file");
+        assert!(has_rdma(folder.path()));
+        assert!(!has_rdma(&folder.path().join("none")));
+    }
 }
