@@ -41,7 +41,7 @@ const IMPURE: [&str; 17] = [
 ];
 
 /// Module, and the modules of the crate that it may import, as `src/lib.rs` says.
-const LAYERS: [(&str, &[&str]); 22] = [
+const LAYERS: [(&str, &[&str]); 23] = [
     ("error", &[]),
     ("background", &[]),
     ("random", &[]),
