@@ -5,16 +5,19 @@
 | candidate | what it does |
 |---|---|
 | evermoe | `evermoe.MoE` by itself |
-| transformers | a mask per expert, `torch.where`, the expert, `index_add_`: as the eager experts of that library |
-| torchtitan | a stable argsort, gathered rows, `grouped_mm`, weights, `scatter_add`: as in that library |
+| transformers | experts of that library as it runs them by default: `experts_implementation="grouped_mm"` |
+| torchtitan | stable argsort, gathered rows, `grouped_mm`, weights, `scatter_add`; bfloat16 is compiled |
 | experts | only the matrix products of the same experts, on rows in expert order: a lower bound for any layer |
 
 All have the same weights, tokens and choices of experts (without the router), and the bench compares their results. The
 candidates run in turns; times are medians, and "x experts" and "x ..." are medians of ratios.
 """
 
+from types import SimpleNamespace
+
 import torch
 import torch.nn.functional as F
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from common import Table, medians, parse, parser, ratio, take_turns, where
 from evermoe import ops
@@ -36,6 +39,20 @@ class Case:
         shape = (experts, intermediate, hidden)
         self.gate, self.up = ((draw(*shape) * hidden**-0.5).requires_grad_() for _ in range(2))
         self.down = (draw(experts, hidden, intermediate) * intermediate**-0.5).requires_grad_()
+        self.library = Qwen3MoeExperts(
+            SimpleNamespace(
+                num_experts=experts,
+                hidden_size=hidden,
+                moe_intermediate_size=intermediate,
+                hidden_act="silu",
+                _experts_implementation="grouped_mm",
+            )
+        ).to(device, dtype)
+        with torch.no_grad():
+            self.library.gate_up_proj.copy_(torch.cat([self.gate, self.up], 1))
+            self.library.down_proj.copy_(self.down)
+        compiles = dtype == torch.bfloat16  # the only type whose `grouped_mm` torch can compile
+        self.titan = torch.compile(self.torchtitan, dynamic=False) if compiles else self.torchtitan
         self.counts_E = ops.expert_histogram(self.ids_TK, experts)
         row_ids, positions_TK = ops.dispatch_plan(self.ids_TK, self.counts_E[:, None])
         self.sorted_NH = ops.permute(self.x_TH.detach(), row_ids, positions_TK).requires_grad_()
@@ -43,7 +60,7 @@ class Case:
 
     def leaves(self):
         """Return all tensors that get a gradient."""
-        return [self.x_TH, self.weights_TK, self.gate, self.up, self.down, self.sorted_NH]
+        return [self.x_TH, self.weights_TK, self.gate, self.up, self.down, self.sorted_NH, *self.library.parameters()]
 
     def grouped(self, rows_NH, counts_E):
         """Apply the experts to rows in expert order."""
@@ -60,17 +77,8 @@ class Case:
         return ops.unpermute(self.grouped(rows_NH, counts_E), positions_TK, self.weights_TK)
 
     def transformers(self):
-        """Compute the layer as `MixtralExperts.forward` does without kernels."""
-        out_TH = torch.zeros_like(self.x_TH)
-        mask_EKT = F.one_hot(self.ids_TK, self.gate.shape[0]).permute(2, 1, 0)
-        hit = torch.greater(mask_EKT.sum(dim=(-1, -2)), 0).nonzero()[:, 0]
-        for e in hit.tolist():
-            k, t = torch.where(mask_EKT[e])
-            rows = self.x_TH[t]
-            inner = F.silu(F.linear(rows, self.gate[e])) * F.linear(rows, self.up[e])
-            weighted = F.linear(inner, self.down[e]) * self.weights_TK[t, k, None]
-            out_TH = out_TH.index_add(0, t, weighted.to(out_TH.dtype))
-        return out_TH
+        """Compute the layer by transformers' own module, with the same weights in its layout."""
+        return self.library(self.x_TH, self.ids_TK, self.weights_TK.to(self.x_TH.dtype))
 
     def torchtitan(self):
         """Compute the layer as torchtitan's `MoE.forward` does, with the weights applied after the experts."""
@@ -92,7 +100,7 @@ class Case:
 
     def candidates(self):
         """Return the functions by name."""
-        functions = {name: getattr(self, name) for name in ("evermoe", "transformers", "torchtitan")}
+        functions = {"evermoe": self.evermoe, "transformers": self.transformers, "torchtitan": self.titan}
         made = {name: lambda f=f: self.run(f, self.grad_TH) for name, f in functions.items()}
         experts = lambda: self.grouped(self.sorted_NH, self.counts_E)  # noqa: E731
         return made | {"experts": lambda: self.run(experts, self.grad_NH)}

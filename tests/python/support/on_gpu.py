@@ -45,7 +45,7 @@ BENCHES = {
     "session": (90, ["--workers", "2", "--rounds", "1", "--kills", "0", "--steps", "12", *ONE_GIB]),
     "aborts": (90, []),
     "aborts-20": (200, ["--rounds", "20", "--states", "waits", "connects", "queue", "behind"]),
-    "transformers": (60, ["--tokens", "8192"]),
+    "transformers": (60, ["--tokens", "8192", "--hidden", "2048"]),
     "session-8": (150, ["--workers", "8", "--rounds", "1", "--kills", "1", "--steps", "12", *ONE_GIB]),
 }
 """By the name of the results: the most seconds, and options; a hyphen ends the name of the bench."""
