@@ -124,7 +124,12 @@ class Nccl:
     def is_stuck(self, seconds: float) -> bool:
         """Whether the latest collective was launched more than `seconds` ago and is not over."""
         began = self._launched
-        return began is not None and time.monotonic() - began > seconds and not self._event.query()
+        if began is None or time.monotonic() - began <= seconds:
+            return False
+        is_over = self._event.query()
+        if is_over and self._launched == began:
+            self._launched = None  # not asked again, as a question of another thread may spoil a capture
+        return not is_over
 
     def failure(self) -> str | None:
         """Return why results cannot be trusted, or None; it does not wait for the GPU."""

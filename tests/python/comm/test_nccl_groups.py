@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from evermoe.comm import torch_groups
 from evermoe.comm.group import Group, share_a_gpu
+from evermoe.comm.nccl import check_environment
 from evermoe.comm.pacer import Pacer
 from evermoe.errors import PeerLost
 from evermoe.profile.follower import StreamFollower
@@ -193,3 +194,15 @@ def test_nccl_failures_keep_the_process_alive_unless_a_user_has_set_otherwise(mo
     os.environ[patience] = "5000"
     torch_groups.keep_alive_after_nccl_failure()
     assert os.environ[patience] == "5000"
+
+
+def test_memory_that_a_leaving_member_frees_under_others_is_refused(monkeypatch):
+    monkeypatch.delenv("NCCL_P2P_DISABLE", raising=False)
+    for value in ("1", "-2"):
+        monkeypatch.setenv("NCCL_CUMEM_ENABLE", value)
+        check_environment()
+    monkeypatch.setenv("NCCL_CUMEM_ENABLE", "0")
+    with pytest.raises(ValueError, match="NCCL_P2P_DISABLE=1"):
+        check_environment()
+    monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
+    check_environment()
