@@ -13,11 +13,16 @@ and rank 0's training thread gets `PeerLost`. "freed" is when NCCL has given the
   behind     a second communicator's collective waits behind the first one's
   launches   an exchange after the other, without a pause
 
+With `--rounds` the survivor connects with a new rank 1 after each death. "MiB", "threads" and "files" are the GPU's
+used memory, the survivor's threads and the files `/dev/shm/nccl-*` after the last round, minus those after the first.
+Times are of the slowest round. Rows are written after each state: a state that hangs costs no other its row.
+
 With one GPU both ranks use it, which NCCL can do from 2.30 on: NCCL_LIBRARY names such a library, which is preloaded
 (libnccl.so.2 of nvidia-nccl-cu13 on PyPI).
 """
 
 import argparse
+import ctypes
 import json
 import math
 import os
@@ -28,6 +33,7 @@ import sys
 import tempfile
 import threading
 import time
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -40,8 +46,8 @@ from evermoe.comm.group import Group
 from evermoe.errors import PeerLost
 
 STATES = ("waits", "connects", "queue", "graph", "behind", "launches")
-LIMIT_SECONDS = 40.0
-"""After which a state counts as a hang."""
+START_SECONDS, ROUND_SECONDS = 25.0, 5.0
+"""A state whose processes take longer than the first and, for each round, the second counts as a hang."""
 QUEUED = 2000
 SHARE_A_GPU = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": "4"}
 
@@ -73,13 +79,16 @@ def drop_when_ended(process, group):
     group.drop("rank 1 has ended")
 
 
-def run(rank, state, folder):
-    """One rank: connect, and lose rank 1."""
+def connect(rank, number, state, folder):
+    """Return two connected groups of round `number`, what they send, and the other rank's process."""
+    store = dist.FileStore(f"{folder}/{number}", 2)
+    store.set(f"process {rank}", str(os.getpid()))
+    other = int(store.get(f"process {1 - rank}"))
     groups = [Group(), Group()]
     groups[0].linked.append(groups[1])
-    for number, group in enumerate(groups):
-        store = dist.FileStore(f"{folder}/{number}", 2)
-        group.rebuild(store, rank, 2, torch.device("cuda", 0), timedelta(seconds=LIMIT_SECONDS))
+    for name, group in zip("ab", groups, strict=True):
+        own = dist.PrefixStore(name, store)
+        group.rebuild(own, rank, 2, torch.device("cuda", 0), timedelta(seconds=START_SECONDS))
     assert groups[0].nccl is not None, "no NCCL between the ranks"
     rows = torch.ones(1 << 16, device="cuda")
     if state != "connects":
@@ -87,80 +96,147 @@ def run(rank, state, folder):
             group.all_reduce(rows)
         groups[0].all_to_all(rows, [len(rows) // 2] * 2, [len(rows) // 2] * 2)
         torch.cuda.synchronize()
-    store.set(f"process {rank}", str(os.getpid()))
-    other = int(store.get(f"process {1 - rank}"))
-    if rank == 1:
-        if state == "launches":
-            threading.Timer(0.5, die, [store]).start()
-            begin(state, groups, rows)
-        store.get("waits")
-        time.sleep(0.5)
-        die(store)
-    threading.Thread(target=drop_when_ended, args=[other, groups[0]], daemon=True).start()
-    store.set("waits", "1")
-    kept = None
-    try:
-        kept = begin(state, groups, rows)
-        rows.cpu()
-        groups[0].check_nccl()
-    except PeerLost:
-        pass
-    back = time.monotonic()
-    del kept
-    freed = time.monotonic() if _native.wait_for_nccl_aborts(LIMIT_SECONDS) else math.nan
-    died = float(Path(folder, "died").read_text(encoding="utf-8"))
-    print(json.dumps({"back ms": 1e3 * (back - died), "freed ms": 1e3 * (freed - died)}), flush=True)
+    return groups, rows, other, store
+
+
+def survive(state, folder, rounds):
+    """Rank 0: lose a rank 1 in each round. Prints the times and what is left of each."""
+    start_victim(state, folder, 0)
+    for number in range(rounds):
+        if number + 1 < rounds:
+            start_victim(state, folder, number + 1)
+        groups, rows, victim, store = connect(0, number, state, folder)
+        threading.Thread(target=drop_when_ended, args=[victim, groups[0]], daemon=True).start()
+        store.set("waits", "1")
+        kept = None
+        try:
+            kept = begin(state, groups, rows)
+            rows.cpu()
+            groups[0].check_nccl()
+        except PeerLost:
+            pass
+        back = time.monotonic()
+        del kept
+        freed = time.monotonic() if _native.wait_for_nccl_aborts(START_SECONDS) else math.nan
+        died = float(Path(folder, f"died {number}").read_text(encoding="utf-8"))
+        del groups, rows, store
+        print(json.dumps({"back ms": 1e3 * (back - died), "freed ms": 1e3 * (freed - died), **held()}), flush=True)
     os._exit(0)
 
 
-def die(store):
+def held():
+    """Return the version of NCCL, what this process holds, and what NCCL has left in shared memory."""
+    torch.cuda.synchronize()
+    free, total = torch.cuda.mem_get_info()
+    library, version = ctypes.CDLL(None), ctypes.c_int()
+    if not hasattr(library, "ncclGetVersion"):  # it is not preloaded
+        library = ctypes.CDLL("libnccl.so.2")
+    library.ncclGetVersion(ctypes.byref(version))
+    return {
+        "NCCL": version.value,
+        "MiB": (total - free) / 2**20,
+        "threads": len(os.listdir("/proc/self/task")),
+        "files": len(list(Path("/dev/shm").glob("nccl-*"))),
+    }
+
+
+def start_victim(state, folder, number):
+    """Start rank 1 of a round."""
+    options = ["--device", "cuda", "--states", state, "--victim", str(number)]
+    variables = os.environ if shares_a_gpu() else os.environ | {"CUDA_VISIBLE_DEVICES": "1"}
+    command = [sys.executable, __file__, *options, "--folder", folder]
+    subprocess.Popen(command, stdout=subprocess.DEVNULL, env=variables)
+
+
+def perish(state, folder, number):
+    """Rank 1 of a round: die while the survivor waits."""
+    dist.FileStore(f"{folder}/{number}", 2).get("process 0")  # its turn; before that it holds nothing of the GPU
+    groups, rows, _, store = connect(1, number, state, folder)
+    if state == "launches":
+        threading.Timer(0.5, die, [folder, number]).start()
+        begin(state, groups, rows)
+    store.get("waits")
+    time.sleep(0.5)
+    die(folder, number)
+
+
+def die(folder, number):
     """Note the time, which is the same clock for all processes of a machine, and end."""
-    folder = os.environ["EVERMOE_BENCH_FOLDER"]
-    Path(folder, "died").write_text(str(time.monotonic()), encoding="utf-8")
+    Path(folder, f"died {number}").write_text(str(time.monotonic()), encoding="utf-8")
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def measure(state, environment, shares_a_gpu):
-    """Return milliseconds until rank 0 is back and until its communicator is freed, or how it failed."""
-    with tempfile.TemporaryDirectory() as folder:
-        ranks = []
-        for rank in range(2):
-            own = SHARE_A_GPU if shares_a_gpu else {"CUDA_VISIBLE_DEVICES": str(rank)}
-            command = [sys.executable, __file__, "--device", "cuda", "--rank", str(rank), "--states", state]
-            variables = environment | own | {"EVERMOE_BENCH_FOLDER": folder}
-            ranks.append(subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, text=True))
+def shares_a_gpu():
+    """Return whether both ranks use one GPU."""
+    return "NCCL_MULTI_RANK_GPU_ENABLE" in os.environ
+
+
+def measure(state, rounds, environment):
+    """Return the times of the slowest round and what all have left, or how it failed."""
+    with tempfile.TemporaryDirectory() as folder, Path(folder, "errors").open("w+", encoding="utf-8") as errors:
+        command = [sys.executable, __file__, "--device", "cuda", "--states", state, "--rounds", str(rounds)]
+        command += ["--folder", folder]
+        ranks = subprocess.Popen(
+            command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True
+        )
+        result = "back"
         try:
-            said, _ = ranks[0].communicate(timeout=2 * LIMIT_SECONDS)
+            said, _ = ranks.communicate(timeout=START_SECONDS + ROUND_SECONDS * rounds)
         except subprocess.TimeoutExpired:
-            return {"result": "hangs"}
+            result = "hangs"
         finally:
-            for each in ranks:
-                each.kill()
-                each.wait()
-        lines = said.strip().splitlines()
-        if ranks[0].returncode or not lines:
-            return {"result": f"exit code {ranks[0].returncode}"}
-        return {"result": "back", **json.loads(lines[-1])}
+            with suppress(ProcessLookupError):
+                os.killpg(ranks.pid, signal.SIGKILL)
+        if result == "hangs":
+            said, _ = ranks.communicate()
+        done = [json.loads(line) for line in said.splitlines()]
+        if ranks.returncode > 0:
+            result = f"exit code {ranks.returncode}"
+        errors.seek(0)
+        found = {"result": result, "rounds": len(done)}
+        if result != "back":
+            found["errors"] = errors.read()[-2000:]
+            print(found["errors"], file=sys.stderr)
+    if done:
+        found["NCCL"] = done[0]["NCCL"]
+        found |= {name: max(each[name] for each in done) for name in ("back ms", "freed ms")}
+        found |= {name: done[-1][name] - done[0][name] for name in ("MiB", "threads", "files")}
+    return found
 
 
 def main():
     """Print a table, and write JSON if `--json` is given."""
     made = parser(__doc__, seconds=0.0, devices=("cuda",))
     made.add_argument("--states", nargs="+", choices=STATES, default=list(STATES))
-    made.add_argument("--rounds", type=int, default=1, help="runs of each state; the slowest counts (%(default)s)")
-    made.add_argument("--rank", type=int, help=argparse.SUPPRESS)
+    made.add_argument("--rounds", type=int, default=1, help="deaths that one process survives (%(default)s)")
+    made.add_argument("--legacy-ipc", action="store_true", help="ranks with NCCL_CUMEM_ENABLE=0")
+    made.add_argument("--folder", help=argparse.SUPPRESS)
+    made.add_argument("--victim", type=int, help=argparse.SUPPRESS)
     arguments = parse(made)
-    if arguments.rank is not None:
-        run(arguments.rank, arguments.states[0], os.environ["EVERMOE_BENCH_FOLDER"])
-    library = os.environ.get("NCCL_LIBRARY")
-    environment = dict(os.environ, **({"LD_PRELOAD": library} if library else {}))
-    columns = {"state": "12s", "result": "14s", "back ms": "10.1f", "freed ms": "10.1f"}
-    title = f"aborts: torch {torch.__version__}, NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}, {where('cuda')}"
-    found = Table(title, columns)
+    if arguments.victim is not None:
+        perish(arguments.states[0], arguments.folder, arguments.victim)
+    if arguments.folder is not None:
+        survive(arguments.states[0], arguments.folder, arguments.rounds)
+    environment = dict(os.environ)
+    if torch.cuda.device_count() < 2:
+        environment |= SHARE_A_GPU
+    else:
+        environment["CUDA_VISIBLE_DEVICES"] = "0"
+        environment.pop("NCCL_MULTI_RANK_GPU_ENABLE", None)
+    if "NCCL_LIBRARY" in os.environ:
+        environment["LD_PRELOAD"] = os.environ["NCCL_LIBRARY"]
+    if arguments.legacy_ipc:
+        environment["NCCL_CUMEM_ENABLE"] = "0"
+    columns = {"state": "12s", "result": "14s", "rounds": "d", "back ms": "10.1f", "freed ms": "10.1f"}
+    columns |= {"MiB": ".0f", "threads": "d", "files": "d", "NCCL": "8d"}
+    found = Table(f"aborts: torch {torch.__version__}, {where('cuda')}", columns)
+    is_right = True
     for state in arguments.states:
-        runs = [measure(state, environment, torch.cuda.device_count() < 2) for _ in range(arguments.rounds)]
-        found.add(state=state, **max(runs, key=lambda run: (run["result"] != "back", run.get("back ms"))))
-    found.write(arguments)
+        row = measure(state, arguments.rounds, environment)
+        is_right = is_right and row["result"] == "back"
+        found.add(state=state, **row)
+        found.write(arguments)
+    sys.exit(not is_right)
 
 
 if __name__ == "__main__":

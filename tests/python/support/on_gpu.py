@@ -44,7 +44,8 @@ BENCHES = {
     "layer": (65, ["--tokens", "16384", "--hidden", "2048", "--intermediate", "1024", "--seconds", "2"]),
     "session": (90, ["--workers", "2", "--rounds", "1", "--kills", "0", "--steps", "12", *ONE_GIB]),
     "aborts": (90, []),
-    "aborts-20": (200, ["--rounds", "20", "--states", "waits", "connects", "queue", "behind"]),
+    "aborts-20": (150, ["--rounds", "20", "--states", "waits", "queue"]),
+    "aborts-legacy": (45, ["--legacy-ipc", "--states", "waits", "connects"]),
     "transformers": (60, ["--tokens", "8192", "--hidden", "2048"]),
     "session-8": (150, ["--workers", "8", "--rounds", "1", "--kills", "1", "--steps", "12", *ONE_GIB]),
 }
@@ -52,7 +53,7 @@ BENCHES = {
 COMMANDS = {
     "bench": ("kernels", "ops", "optim", "copies", "overlap", "overlap-32", "profile", "layer", "session"),
     "contact": ("kernels", "overlap", "overlap-32", "aborts", "transformers"),
-    "node": ("aborts", "aborts-20", "session-8"),
+    "node": ("aborts", "aborts-20", "aborts-legacy", "session-8"),
 }
 """Benches of each command, in order."""
 SEVERAL_GPUS = ("comm/test_nccl_groups.py", "session/training/test_several_gpus.py", "pipeline/test_pipeline_on_gpu.py")
@@ -215,6 +216,7 @@ def node(variables):
 
 def run_benches(variables, command, results):
     """The benches of a command, each with its table on the terminal and its JSON in a file."""
+    write(command, results)
     for name in COMMANDS[command]:
         seconds, options = BENCHES[name]
         file = f"benches/bench_{name.partition('-')[0]}.py"
