@@ -209,7 +209,6 @@ def main():
     made = parser(__doc__, seconds=0.0, devices=("cuda",))
     made.add_argument("--states", nargs="+", choices=STATES, default=list(STATES))
     made.add_argument("--rounds", type=int, default=1, help="deaths that one process survives (%(default)s)")
-    made.add_argument("--legacy-ipc", action="store_true", help="ranks with NCCL_CUMEM_ENABLE=0")
     made.add_argument("--folder", help=argparse.SUPPRESS)
     made.add_argument("--victim", type=int, help=argparse.SUPPRESS)
     arguments = parse(made)
@@ -225,8 +224,6 @@ def main():
         environment.pop("NCCL_MULTI_RANK_GPU_ENABLE", None)
     if "NCCL_LIBRARY" in os.environ:
         environment["LD_PRELOAD"] = os.environ["NCCL_LIBRARY"]
-    if arguments.legacy_ipc:
-        environment["NCCL_CUMEM_ENABLE"] = "0"
     columns = {"state": "12s", "result": "14s", "rounds": "d", "back ms": "10.1f", "freed ms": "10.1f"}
     columns |= {"MiB": ".0f", "threads": "d", "files": "d", "NCCL": "8d"}
     found = Table(f"aborts: torch {torch.__version__}, {where('cuda')}", columns)

@@ -45,7 +45,6 @@ BENCHES = {
     "session": (90, ["--workers", "2", "--rounds", "1", "--kills", "0", "--steps", "12", *ONE_GIB]),
     "aborts": (90, []),
     "aborts-20": (150, ["--rounds", "20", "--states", "waits", "queue"]),
-    "aborts-legacy": (45, ["--legacy-ipc", "--states", "waits", "connects"]),
     "transformers": (60, ["--tokens", "8192", "--hidden", "2048"]),
     "session-8": (150, ["--workers", "8", "--rounds", "1", "--kills", "1", "--steps", "12", *ONE_GIB]),
 }
@@ -53,7 +52,7 @@ BENCHES = {
 COMMANDS = {
     "bench": ("kernels", "ops", "optim", "copies", "overlap", "overlap-32", "profile", "layer", "session"),
     "contact": ("kernels", "overlap", "overlap-32", "aborts", "transformers"),
-    "node": ("aborts", "aborts-20", "aborts-legacy", "session-8"),
+    "node": ("aborts", "aborts-20", "session-8"),
 }
 """Benches of each command, in order."""
 SEVERAL_GPUS = ("comm/test_nccl_groups.py", "session/training/test_several_gpus.py", "pipeline/test_pipeline_on_gpu.py")
