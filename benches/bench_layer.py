@@ -9,8 +9,8 @@
 | torchtitan | stable argsort, gathered rows, `grouped_mm`, weights, `scatter_add`; bfloat16 is compiled |
 | experts | only the matrix products of the same experts, on rows in expert order: a lower bound for any layer |
 
-All have the same weights, tokens and choices of experts (without the router), and the bench compares their results. The
-candidates run in turns; times are medians, and "x experts" and "x ..." are medians of ratios.
+All have the same weights, tokens and choices of experts (without the router). The candidates run in turns;
+times are medians, and "x experts" and "x ..." are medians of ratios.
 """
 
 from types import SimpleNamespace
