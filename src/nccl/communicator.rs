@@ -42,7 +42,7 @@ pub struct Communicator {
     handle: Handle,
     size: usize,
     limit: Duration,
-    /// Held during each call of NCCL with the handle.
+    /// Held during each call of NCCL with the handle but the abort.
     calls: Mutex<()>,
     is_aborted: AtomicBool,
 }
@@ -196,11 +196,11 @@ impl Communicator {
     }
 
     fn free(&self) {
-        let held = self.enter_within(LEAVE);
+        // Not held during the abort, which may last: others learn at once that there is nothing to call any more.
+        drop(self.enter_within(LEAVE));
         // SAFETY: called once, as `is_aborted` was false before; no thread begins a call afterwards, as all look at it under the
         // lock. A thread that is still in NCCL waits for the driver, and so perhaps for the kernels that this call ends.
         unsafe { (self.nccl.ncclCommAbort)(self.handle) };
-        drop(held);
         *ABORTS.0.lock().unwrap_or_else(PoisonError::into_inner) -= 1;
         ABORTS.1.notify_all();
     }

@@ -56,14 +56,20 @@ IN_LONG = (
 )
 
 
-@pytest.mark.timeout(400)
-@pytest.mark.parametrize("case", [pytest.param(each, marks=[pytest.mark.long] * (each in IN_LONG)) for each in CASES])
-def test_gpu_tests_pass_behind_stand_ins(tmp_path, case):
+@pytest.fixture
+def folder():
+    """Folder of the stand-ins of driver, runtime and NCCL."""
     if torch.version.cuda is None or not has_cuda_kernels():
         pytest.skip("needs a torch with CUDA, and kernels in this build")
+    place = ROOT / "target/emulator/driver"
+    build(place, driver=1)
+    return place
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("case", [pytest.param(each, marks=[pytest.mark.long] * (each in IN_LONG)) for each in CASES])
+def test_gpu_tests_pass_behind_stand_ins(tmp_path, folder, case):
     policy, paths, chosen = CASES[case]
-    folder = ROOT / "target/emulator/driver"
-    build(folder, driver=1)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--tb=short"]
     command += ["-m", "gpu and not chip", "-k", chosen, f"--basetemp={tmp_path / 'inner'}"]
     command += [str(ROOT / "tests/python" / path) for path in paths]
@@ -86,12 +92,8 @@ def test_gpu_tests_pass_behind_stand_ins(tmp_path, case):
     assert " passed" in last and "skipped" not in last, said
 
 
-def test_the_bench_of_aborts_runs_behind_stand_ins(tmp_path):
+def test_the_bench_of_aborts_runs_behind_stand_ins(tmp_path, folder):
     """So that it is known to work before there is a GPU, or several. Torch cannot capture graphs here."""
-    if torch.version.cuda is None or not has_cuda_kernels():
-        pytest.skip("needs a torch with CUDA, and kernels in this build")
-    folder = ROOT / "target/emulator/driver"
-    build(folder, driver=1)
     (tmp_path / "sitecustomize.py").write_text("from support import stand_in\n", encoding="utf-8")
     paths = [str(tmp_path), str(ROOT / "tests/python"), *sys.path]
     command = [sys.executable, str(ROOT / "benches/bench_aborts.py"), "--rounds", "2", "--json", "found"]

@@ -205,7 +205,7 @@ class FailureDetector:
         Also report a long read of a batch.
         """
         pause = self._hang_timeout / CLOCK_CHECKS
-        while not is_over.wait(min(pause, GPU_CHECK) if any(self._communicators()) else pause):
+        while not is_over.wait(min(pause, GPU_CHECK) if self._communicators() else pause):
             self._read.report_long(LONG_READ * self._hang_timeout)
             self._check_gpu()
             for group in self._groups:

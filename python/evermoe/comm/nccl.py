@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import os
-import threading
 import time
 import uuid
 from datetime import timedelta
@@ -29,7 +29,10 @@ TYPES = {
 EXIT_SECONDS = 2.0
 """Time that the end of a process gives to aborts under way: CUDA must not end under them."""
 
-_ends_aborts = threading.Event()
+
+@functools.cache
+def _await_aborts_at_exit() -> None:
+    atexit.register(_native.wait_for_nccl_aborts, EXIT_SECONDS)
 
 
 def gpu_identity(device: torch.device) -> torch.Tensor:
@@ -89,9 +92,7 @@ class Nccl:
         self._own = _native.NcclCommunicator(name.numpy().tobytes(), rank, size, limit.total_seconds())
         self._event = torch.cuda.Event()
         self._launched: float | None = None
-        if not _ends_aborts.is_set():
-            _ends_aborts.set()
-            atexit.register(_native.wait_for_nccl_aborts, EXIT_SECONDS)
+        _await_aborts_at_exit()
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """Replace a contiguous tensor by its sum over all members."""

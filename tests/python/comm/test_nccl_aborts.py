@@ -40,7 +40,7 @@ COLLECTIVES = {
     "all_gather": lambda group, rows: group.all_gather(rows),
     "all_to_all": lambda group, rows: group.all_to_all(rows, *[[len(rows) // group.size] * group.size] * 2),
 }
-STATES = ["waits", "connects", "queue is full", "graph is alive", "behind another"]
+STATES = ["waits", "connects", "queue is full", "graph is alive", "connects next to a graph", "behind another"]
 DEATHS = {"one": [[1]], "two": [[1, 3]], "three": [[1, 2, 3]], "one after another": [[1], [3]]}
 
 
@@ -80,9 +80,12 @@ def data(group):
 def begin(state, call, groups):
     """Launch what ends only if all take part; return what must live on and what the host then waits for."""
     group, rows, kept = groups["first"], data(groups["first"]), []
-    if state == "graph is alive":
+    if "graph" in state:
         graph = Graph(lambda: kept.append(call(group, rows)))
         graph.launch()
+        if state == "connects next to a graph":  # the abort lasts as long as the graph; the launch must not
+            other = "all_reduce" if call is COLLECTIVES["all_to_all"] else "all_to_all"
+            COLLECTIVES[other](group, rows)
         return [graph, *kept]
     kept.append(call(group, rows))
     if state == "behind another":
@@ -156,7 +159,7 @@ def lose_in_each_state(group, folder, environment):
 @pytest.mark.gpu
 @pytest.mark.usefixtures("stands_in")
 def test_survivors_are_back_at_once_whatever_they_wait_for(tmp_path, own_gpus):
-    """In five states, of three collectives, with one, two and three lost members, also one after another."""
+    """In six states, of three collectives, with one, two and three lost members, also one after another."""
     done = run_ranks(tmp_path, RANKS, lose_in_each_state, str(tmp_path), [own_gpus(rank) for rank in range(RANKS)])
     rows, times = torch.arange(2.0 * ROWS).reshape(ROWS, 2), {state: 0.0 for state in STATES}
     for state, name, deaths in product(STATES, COLLECTIVES, DEATHS):
