@@ -2,6 +2,7 @@
 
 __all__ = [
     "CorruptCopy",
+    "CorruptState",
     "EvermoeError",
     "LeftBehind",
     "LostExperts",
@@ -27,6 +28,17 @@ class EvermoeError(Exception):
 
 class CorruptCopy(EvermoeError):
     """Bytes of a copy do not match their digest, or a file is not what it claims to be."""
+
+
+class CorruptState(EvermoeError):
+    """Members that must hold the same bits differ, and by `on_corruption` this process stops. No member took the step.
+
+    `step` is the step's number, `units` are those that differ, `ranks` the members that a majority has named.
+    """
+
+    def __init__(self, message: str, step: int, units: list[str], ranks: list[int]) -> None:
+        super().__init__(message)
+        self.step, self.units, self.ranks = step, units, ranks
 
 
 class CaptureCancelled(EvermoeError):

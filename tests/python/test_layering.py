@@ -59,7 +59,7 @@ MANY_ATTRIBUTES = {
     "Pacer": 21,
     "PipelineRecovery": 18,
     "PipelineStep": 20,
-    "RecoveryDriver": 19,
+    "RecoveryDriver": 20,
     "Replicas": 25,
     "SnapshotRound": 19,
     "Snapshots": 25,

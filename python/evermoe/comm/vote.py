@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -125,10 +126,11 @@ class Ballot(NamedTuple):
         return cls(*struct.unpack(f"{len(bits)}d", struct.pack(f"{len(bits)}q", *bits)))
 
 
-def cast(everyone: Group, mine: Ballot) -> Ballot:
-    """Return the sum of all members' ballots. Collective.
+def cast(everyone: Group, mine: Ballot, attached: Sequence[float] = ()) -> tuple[Ballot, list[float]]:
+    """Return the sums of all members' ballots, and of the numbers `attached` to them. Collective.
 
     Raises:
         PeerLost: a member is lost.
     """
-    return Ballot(*everyone.all_reduce(torch.tensor(mine, dtype=torch.float64)).tolist())
+    sums = everyone.all_reduce(torch.tensor([*mine, *attached], dtype=torch.float64)).tolist()
+    return Ballot(*sums[: len(mine)]), sums[len(mine) :]

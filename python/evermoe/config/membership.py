@@ -12,6 +12,7 @@ from evermoe.options import MAX_SECONDS, MIN_SECONDS, Options, check_name, optio
 
 Role = Literal["train", "replica", "spare"]
 Carrier = Literal["tcp", "ucx"]
+OnCorruption = Literal["repair", "evict", "stop", "ignore"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +69,12 @@ class Membership(Options):
     transport: Carrier = option("tcp", shared=True)
     """Transport of copies and recoveries between members' memories. `ucx` uses RDMA where UCX and the network have it;
     its library is found by name, in the package libucx-cu12, or at EVERMOE_UCX."""
+    on_corruption: OnCorruption = option("repair", shared=True)
+    """Action where members of a session that must hold the same bits differ. In each vote they compare digests of a
+    part of the state and the gradients, and refuse the update if these are not equal; of three or more, the majority
+    names the member that differs. `repair`: all take the state of the majority and repeat the step; a member that
+    differs again leaves. `evict`: it leaves at once, with `CorruptState`. `stop`: all raise `CorruptState`. `ignore`:
+    compare nothing."""
     join_interval: int = option(5, shared=True, least=1)
     """Steps between checks for new members, in the background."""
     join_wait: float = option(0.0, shared=True, least=0, most=MAX_SECONDS)

@@ -21,6 +21,7 @@ from evermoe.events.step_events import (
     Commit,
     Confirm,
     Copy,
+    CorruptionFound,
     Gather,
     Measured,
     Reduce,
@@ -35,8 +36,8 @@ from evermoe.events.step_events import (
 
 # fmt: off
 __all__ = [
-    "Begin", "Checkpoint", "ChunkSent", "Commit", "Confirm", "ConnectionLost", "Copy", "CoverageChanged",
-    "Damaged", "Event", "Gather", "GradientsLogged", "Joined", "Measured", "MemberLost", "Phase",
+    "Begin", "Checkpoint", "ChunkSent", "Commit", "Confirm", "ConnectionLost", "Copy", "CorruptionFound",
+    "CoverageChanged", "Damaged", "Event", "Gather", "GradientsLogged", "Joined", "Measured", "MemberLost", "Phase",
     "ProtectionPlanned", "Recovered", "Reduce", "SampleSkipped", "Send", "Skipped", "SlowLoader",
     "SnapshotReceived", "StandsBy", "Update", "Verified", "Vote",
 ]

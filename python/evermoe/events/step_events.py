@@ -194,3 +194,18 @@ class Verified(Event):
     digests_mismatched: int
     units: list[str]
     """Units whose copies differ."""
+
+
+@dataclass(frozen=True)
+class CorruptionFound(Event):
+    """In the vote on a step members differed in what must be the same, and refused the update."""
+
+    step: int
+    units: list[str]
+    """Those of which a part was compared."""
+    ranks: list[int]
+    """Members that differ from the majority; empty if there is none, as with two holders."""
+    nodes: list[str]
+    """Their nodes."""
+    action: str
+    """`repair`, `evict` or `stop`."""

@@ -12,6 +12,7 @@ from evermoe.events import (
     Checkpoint,
     ChunkSent,
     Commit,
+    CorruptionFound,
     CoverageChanged,
     Damaged,
     Event,
@@ -86,6 +87,7 @@ METRICS = (
     _Metric("Counter", "steps_lost", "Committed steps that were undone"),
     _Metric("Counter", "tokens_lost", "Tokens whose updates experts have lost"),
     _Metric("Counter", "skipped", "Updates skipped because a loss or a gradient was not finite"),
+    _Metric("Counter", "corruption", "Steps refused because members differed in what must be the same", ("action",)),
     _Metric("Counter", "skipped_samples", "Samples of this member that have raised exceptions and were left out"),
     _Metric("Counter", "fetched_bytes", "Bytes that this member fetched in recoveries"),
 )
@@ -134,6 +136,7 @@ class Metrics:
     | `evermoe_steps_lost_total` | counter | committed steps that were undone |
     | `evermoe_tokens_lost_total` | counter | tokens whose updates experts have lost |
     | `evermoe_skipped_total` | counter | updates skipped because a loss or a gradient was not finite |
+    | `evermoe_corruption_total` | counter, by `action` | steps refused as members differed: `CorruptionFound` |
     | `evermoe_skipped_samples_total` | counter | samples of this member that were left out: `SampleSkipped` |
     | `evermoe_fetched_bytes_total` | counter | bytes that this member fetched in recoveries |
 
@@ -169,6 +172,7 @@ class Metrics:
             Commit: self._note_commit,
             Measured: self._note_measured,
             Skipped: lambda event: self._of["skipped"].inc(),
+            CorruptionFound: lambda event: self._of["corruption"].labels(action=event.action).inc(),
             SampleSkipped: lambda event: self._of["skipped_samples"].inc(),
             SlowLoader: lambda event: self._of["slow_loader"].labels(kind=event.kind).inc(),
             CoverageChanged: self._note_covered,

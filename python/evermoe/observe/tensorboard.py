@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from evermoe.events import (
     Commit,
+    CorruptionFound,
     CoverageChanged,
     Damaged,
     Event,
@@ -51,6 +52,7 @@ class TensorBoard:
     | `recovery/steps_lost`, `recovery/tokens_lost`, `recovery/fetched_bytes` | step of resumption | of `Recovered` |
     | `skipped`, `damaged` | steps taken | updates left out, damaged copies found, so far |
     | `slow_loader`, `skipped_samples` | steps taken | slow or stuck loaders, samples left out, so far |
+    | `corruption` | steps taken | steps refused as members differed, so far |
 
     TensorBoard shows each folder as a run: give every member a subfolder of a common one. A step that a failure undoes
     has two points in its curves. If the disk is full, a warning is issued once and training continues. While the disk
@@ -78,6 +80,7 @@ class TensorBoard:
             Recovered: self._note_recovered,
             Skipped: lambda event: self._count("skipped"),
             Damaged: lambda event: self._count("damaged"),
+            CorruptionFound: lambda event: self._count("corruption"),
             SampleSkipped: lambda event: self._count("skipped_samples"),
             SlowLoader: lambda event: self._count("slow_loader"),
         }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 
 import torch
@@ -109,7 +110,7 @@ class PipelineDriver(PipelineRecovery):
         has_means = step.loss is not None and step.count is None
         return mine._replace(counted=float(step.losses)) if has_means else mine
 
-    def tallied(self, step: int, sums: Ballot) -> None:
+    def tallied(self, step: int, sums: Ballot, attached: Sequence[float]) -> None:
         """End the job on all ranks if the step's losses are inconsistent, or a gradient is not finite.
 
         With a loss scale above 1 the update is left out instead, since a smaller scale may help.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from evermoe._native import VersionSchedule
@@ -44,8 +45,18 @@ class Driver(ABC):
         """Receive the others' step on a replica node, and return this member's ballot."""
         raise RuntimeError("this job has no replica nodes")
 
-    def tallied(self, step: int, sums: Ballot) -> None:
-        """Called with the tally before the step is applied. Raise to end the job."""
+    def attached(self) -> list[float]:
+        """Return numbers that the vote sums together with the ballots; as many on all members."""
+        return []
+
+    def tallied(self, step: int, sums: Ballot, attached: Sequence[float]) -> None:
+        """Called with the tally before the step is applied. Raise to refuse the step or to end the job.
+
+        Args:
+            step: that members have voted on.
+            sums: of the ballots.
+            attached: the sums of the members' `attached` numbers.
+        """
 
     @abstractmethod
     def take(self, before: int, after: int, sums: Ballot, *, is_recalled: bool) -> None:

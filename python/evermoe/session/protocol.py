@@ -232,10 +232,11 @@ class CommitProtocol:
         if calls:
             self._heard_at = min(self._heard_at, time.monotonic())
         is_time = time.monotonic() >= self._heard_at + self._join_wait
-        sums = cast(self._membership.everyone, self._ballot._replace(newcomer_seen=float(is_time)))
+        ballot = self._ballot._replace(newcomer_seen=float(is_time))
+        sums, attached = cast(self._membership.everyone, ballot, self._driver.attached())
         if sums.newcomer_seen:
             self._heard_at = math.inf
-        self._driver.tallied(self.step, sums)
+        self._driver.tallied(self.step, sums, attached)
         counts = {"votes": int(sums.votes), "leaving": int(sums.leaving), "newcomer_seen": int(sums.newcomer_seen)}
         return {"event": "tally", **counts, "sums": sums.to_bits()}
 

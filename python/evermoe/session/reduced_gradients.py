@@ -60,7 +60,7 @@ class ReducedGradients:
             The result of `count` before the change, and whether they were divided.
         """
         mine = self.count(step, buckets)
-        sums = cast(self._group, mine)
+        sums, _ = cast(self._group, mine)
         if sums.is_mixed or not sums.is_finite:
             return mine  # the vote refuses the step, or all leave it out
         gradients.multiply(self._state, 1 / sums.divisor)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -156,6 +156,7 @@ class SessionDriver(RecoveryDriver):
         counted = self._reduced.count(step, self._buckets, are_changed=changed is not None)
         if changed is not None:
             counted = counted._replace(reduced_squares=changed.reduced_squares, divided=changed.divided)
+        self._checks.compute(step.number)
         capture_seconds, step_seconds = self._protection.measured_seconds()
         return counted._replace(
             votes=float(is_whole and self._buckets.have_succeeded()),
@@ -191,18 +192,22 @@ class SessionDriver(RecoveryDriver):
             role_switches=float(self.lost.is_returning),
         )
 
-    def tallied(self, step: int, sums: Ballot) -> None:
+    def tallied(self, step: int, sums: Ballot, attached: Sequence[float]) -> None:
         """End the job on all members if the step would be taken with a loss or gradient that is not finite.
 
-        A smaller loss scale may help where it is above 1: then the update is left out.
+        A smaller loss scale may help where it is above 1: then the update is left out. The step is refused if members
+        differ in what must be the same.
 
         Raises:
             NonFiniteLoss: names the step and the member. ValueError: some members gave counts, and others did not.
+            PeerLost, CorruptState: members differ; see `DigestChecks.judge`.
         """
         self._role_switches = int(sums.role_switches)
         is_taken = self.is_taken(sums, self._membership.everyone.size)
         if is_taken and self._config.on_nonfinite == "error" and sums.loss_scale <= 1:
             gradients.refuse_nonfinite(sums, step, self._membership.nodes)
+        if is_taken:
+            self._checks.judge(step, attached)
 
     def take(self, before: int, after: int, sums: Ballot, *, is_recalled: bool) -> None:
         """Update the state, and begin to copy it."""

@@ -22,6 +22,7 @@ from evermoe.recovery.survey import Standing
 from evermoe.recovery.target import ExpertTarget
 from evermoe.session.buckets import Buckets
 from evermoe.session.commands import Event
+from evermoe.session.digest_checks import DigestChecks
 from evermoe.session.evaluations import Evaluations
 from evermoe.session.loader_watch import LoaderWatch
 from evermoe.session.loop_restore import LoopRestore
@@ -95,6 +96,13 @@ class RecoveryDriver(TrainingDriver):
         )
         self._measures = StepMeasures(self._state, self._protection, self.saving, self._emit, counts=self._trains)
         overlaps, device = self._config.shard_optimizer == "overlap", membership.device
+        self._checks = DigestChecks(
+            self._state,
+            self._membership,
+            self._config.membership.on_corruption,
+            compares_gradients=self._config.on_gradients is None,
+            emit=self._emit,
+        )
         self._buckets = Buckets(self._script.model, self._state, membership, device, overlaps_gather=overlaps)
         self._early = EarlySurvey(self._state, self._protection.replicas.catch_up)
         replayable = self._protection.replicas.replayable
@@ -136,6 +144,10 @@ class RecoveryDriver(TrainingDriver):
     def has_replica_nodes(self) -> bool:
         """Whether some members do not train."""
         return len(self._membership.nodes) > self._membership.num_trainers
+
+    def attached(self) -> list[float]:
+        """Return what this member compares with others in the vote."""
+        return self._checks.numbers
 
     # ---- membership
 
@@ -266,6 +278,7 @@ class RecoveryDriver(TrainingDriver):
         is_arriving = self._protection.first.is_arriving
         self.end_recovery(version, self._membership.num_trainers, is_arriving=is_arriving)
         self._measures.restart()
+        self._checks.plan()
         if self._trains:
             self.evaluations.resume(self._membership.generation, step)
 

@@ -12,7 +12,17 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from evermoe import Checkpoints, ElasticSampler, Membership, Session
-from evermoe.events import Commit, CoverageChanged, Damaged, Measured, Recovered, SampleSkipped, Skipped, SlowLoader
+from evermoe.events import (
+    Commit,
+    CorruptionFound,
+    CoverageChanged,
+    Damaged,
+    Measured,
+    Recovered,
+    SampleSkipped,
+    Skipped,
+    SlowLoader,
+)
 from evermoe.observe import TensorBoard
 from evermoe.observe.listeners import from_environment
 from support.worker import SAMPLES, Model, dataset
@@ -93,6 +103,7 @@ def test_the_table_of_curves_names_all(tmp_path):
         Measured(7, 0.5, 8, 1.5, 2.0, {"snapshot": 2}, {"snapshot": 30}, 0, 0.25, 3),
         Skipped(8, None),
         Damaged("u", 8, "a bit"),
+        CorruptionFound(8, ["u"], [1], ["b"], "repair"),
         SampleSkipped(8, 3, 0, 17, "ValueError: damaged"),
         SlowLoader(8, "a-1", "ElasticLoader", 0.5, 0.6, "slow"),
         Commit(7, 1.0, 3, 2, 2.5, 96, 768, 1.25),

@@ -27,7 +27,8 @@ class Flipper:
 
     `where`: of replicas "state": the state itself; "log": the newest gradient that waits in the log; "step": the state,
     as a step that was repeated wrongly leaves it: what the replica knows of its own bytes knows no better. "arena": the
-    newest snapshots that came from others. "active": the experts that are trained here.
+    newest snapshots that came from others. "active": the experts that are trained here. Of what all members hold:
+    "dense" is a weight, "moment" what the optimizer keeps of it, "gradient" what is summed.
     """
 
     def __init__(self, session: evermoe.Session) -> None:
@@ -67,6 +68,8 @@ class Flipper:
             return self._flip_arenas()
         if where == "active":
             return self._flip_trained()
+        if where in ("dense", "moment", "gradient"):
+            return [self._flip_dense(where)]
         if where == "log":
             return [unit for unit, payload in self._payloads.items() if flip_in_memory(payload)]
         units = []
@@ -100,6 +103,17 @@ class Flipper:
         for layer in layers.values():
             layer.weights.data.view(torch.uint8)[:, 2] ^= BIT
         return [expert_unit(path, expert) for path, layer in layers.items() for expert in layer.ids]
+
+    def _flip_dense(self, where: str) -> str:
+        state = self._session._state
+        name, (parameter, *_) = next((n, list(ts.values())) for n, ts in state._dense.items() if n == "head")
+        tensor = {
+            "dense": lambda: parameter.data,
+            "moment": lambda: state.optimizer.state[parameter]["exp_avg"],
+            "gradient": lambda: parameter.grad,
+        }[where]()
+        tensor.view(-1).view(torch.uint8)[2] ^= BIT
+        return name
 
 
 def flip_file(path: Path) -> None:

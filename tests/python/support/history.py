@@ -10,11 +10,14 @@ from support import worker
 from support.harness import Event, Worker
 
 
-def check_history(workers: Iterable[Worker], away: Collection[str] = (), undone: bool = False) -> None:
+def check_history(
+    workers: Iterable[Worker], away: Collection[str] = (), undone: bool = False, repaired: Collection[str] = ()
+) -> None:
     """No committed step skipped or repeated, equal bits at equal versions, every sample used once.
 
     `away`: workers that were out of the job for a while, so that they skip steps of the others.
     `undone`: steps may be repeated, because the job had to go back.
+    `repaired`: workers with bits that have flipped, which they keep until a recovery.
     """
     workers = list(workers)
     known: dict[int, dict[str, int]] = defaultdict(dict)
@@ -22,6 +25,8 @@ def check_history(workers: Iterable[Worker], away: Collection[str] = (), undone:
         if not undone:
             _check_positions(each, each.name in away)
         for event in each.events():
+            if event["event"] == "kept" and each.name in repaired:
+                continue
             for unit, value in event.get("digests", {}).items():
                 first = known[event["version"]].setdefault(unit, value)
                 where = f"{unit} of version {event['version']:x} in {each.name}'s {event['event']}"

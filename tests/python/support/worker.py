@@ -46,9 +46,9 @@ class Fault:
     `point`: an event of the session, "phase <name>", "read" (of its share), "forward" (between forward and backward),
     "bucket" (a sum as backward begins), "gradients" (a bucket is sent during it) or "late state" (optimizer state is
     sent in steps).
-    `action`: kill, stop (until someone continues it), hang (until the job wakes it), slow (for `seconds`), raise, fill
-    (its node's shared memory), damage (what it sends then, at "late state"), look (which copies here have steps to
-    repeat) or flip (a bit of each copy that it keeps; `where` is that of `support.flips`).
+    `action`: kill, stop (until someone continues it), hang (until the job wakes it), slow (for `seconds`), raise, drop
+    (its connections), fill (its node's shared memory), damage (what it sends then, at "late state"), look (which copies
+    here have steps to repeat) or flip (a bit of each copy that it keeps; `where` is that of `support.flips`).
     """
 
     point: str
@@ -268,6 +268,9 @@ class Recorder:
                 continue
             if fault.action == "slow":
                 time.sleep(fault.seconds)
+                continue
+            if fault.action == "drop":
+                self.session._membership.trainer_group.drop("asked for")  # type: ignore[union-attr]
                 continue
             if fault.action == "hang":
                 while not (Path(self._options.folder) / "wake").exists():

@@ -140,7 +140,14 @@ def saved_after(folder, layout, step):
 
 def test_flip_in_an_active_replica_is_found_when_they_are_compared(start_job):
     job = start_job(
-        3, preset="lazarus", replication=3, expert_slots=10, min_replicas=3, rebalance_interval=0, join_interval=50
+        3,
+        preset="lazarus",
+        replication=3,
+        expert_slots=10,
+        min_replicas=3,
+        rebalance_interval=0,
+        join_interval=50,
+        on_corruption="ignore",
     )
     faults = {"a": [Fault("update", 4, "flip", where="active")]}
     workers = a, *_ = job.start_all(faults, "abc", steps=8)

@@ -1,0 +1,283 @@
+"""Digests in each vote: members that hold the same bits compare a part of them before they take the step.
+
+    step        ─ reduce ─ digests of a part of the state and of the gradients ─ VOTE ─ update
+    all equal      n · Σ d² = (Σ d)² over the n members that hold the part
+    one differs    the step is refused; members gather the digests, and a majority names the one that differs
+
+A vote carries sums alone, whatever the number of members. A digest is two numbers of 16 bits, whose squares float64
+adds up exactly over 2²¹ members. Each vote compares the next part, as large as `CheckBudget` allows; after the last
+one the next pass begins.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from itertools import chain, groupby
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+from evermoe.comm.gather import gather_json
+from evermoe.comm.membership import MembershipManager
+from evermoe.config.membership import OnCorruption
+from evermoe.errors import CorruptState, PeerLost
+from evermoe.events import CorruptionFound
+from evermoe.events.base_event import Listener
+from evermoe.session.check_budget import CheckBudget
+from evermoe.state.rotation import Entry, Rotation, Slice
+from evermoe.state.same_everywhere import LAST_STEP
+from evermoe.state.training_state import TrainingState
+from evermoe.state.unit import LOOP_UNITS, digests_of
+
+logger = logging.getLogger(__name__)
+
+SLOTS = 8
+"""Sets of holders that compare a part each in one vote."""
+FIELDS = 5
+"""Numbers of a slot: members that compare, two halves of the digest, and their squares."""
+NUMBERS = SLOTS * FIELDS + 2
+"""Numbers of a vote: those of the slots, seconds of the digests, and seconds of the step."""
+
+
+class SharedUnits(NamedTuple):
+    """What the same ranks hold."""
+
+    holders: tuple[int, ...]
+    state: Rotation
+    gradients: Rotation
+    """Empty where they are not compared: where a rank owns a unit, the others drop its gradients."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a pass."""
+        return self.state.nbytes + self.gradients.nbytes
+
+
+class Part(NamedTuple):
+    """What a set of holders compares in a vote."""
+
+    shared: SharedUnits
+    of_state: list[Slice]
+    of_gradients: list[Slice]
+
+    @property
+    def units(self) -> set[str]:
+        """Names of its units."""
+        return {each.entry.unit for each in (*self.of_state, *self.of_gradients)}
+
+
+class DigestChecks:
+    """Compares what several members hold, a part in each vote.
+
+    Args:
+        state: this member's units.
+        membership: the members; its `trainer_group` has the first ranks of `everyone`.
+        policy: reaction to a difference.
+        compares_gradients: whether members have equal gradients at the vote; code of the script may change them.
+        emit: listener of the session.
+    """
+
+    def __init__(
+        self,
+        state: TrainingState,
+        membership: MembershipManager,
+        policy: OnCorruption,
+        *,
+        compares_gradients: bool,
+        emit: Listener,
+    ) -> None:
+        self._state, self._membership, self._emit, self.policy = state, membership, emit, policy
+        self._compares_gradients = compares_gradients
+        self._shared: list[SharedUnits] = []
+        self._budget = CheckBudget()
+        self.numbers = [0.0] * NUMBERS
+        """What this member adds to the vote."""
+        self._window: list[Part] = []
+        """What is compared in this step, by slot."""
+        self._at = 0
+        """The first of the sets of holders that compare next."""
+        self._since = time.monotonic()
+        self._last_found: tuple[int, tuple[int, ...]] | None = None
+        """The latest step that was refused, and the ranks that were named."""
+
+    def plan(self) -> None:
+        """Begin a new pass, with the current members and placement; the same on all that train."""
+        self._window, self._at, self._budget = [], 0, CheckBudget()
+        self._since = time.monotonic()
+        ranks = self._membership.num_trainers
+        is_compared = self.policy != "ignore" and ranks > 1 and self._membership.trainer_group.rank < ranks
+        self._shared = shared_units(self._state, ranks, with_gradients=self._compares_gradients) if is_compared else []
+
+    # ---- a vote
+
+    def compute(self, step: int) -> None:
+        """Compute this member's `numbers` for the vote on a step, whose reduced gradients it has."""
+        now = time.monotonic()
+        seconds, self._since = now - self._since, now
+        self.numbers = mine = [0.0] * NUMBERS
+        mine[-1] = seconds
+        self._window = []
+        if not self._shared or step <= LAST_STEP or not self._budget.is_due(step):
+            return
+        self._window = self._next_window()
+        own = {place: [*chain(*part.values())] for place, part in enumerate(map(self._read, self._window)) if part}
+        for place, value in zip(own, digests_of([*own.values()]), strict=True):
+            low, high = value & 0xFFFF, value >> 16 & 0xFFFF
+            mine[place * FIELDS : (place + 1) * FIELDS] = [1.0, low, high, low * low, high * high]
+        mine[-2] = time.monotonic() - now
+
+    def _next_window(self) -> list[Part]:
+        """Choose the next parts: of each set of holders in proportion to what they hold."""
+        sets = [self._shared[(self._at + place) % len(self._shared)] for place in range(min(SLOTS, len(self._shared)))]
+        self._at = (self._at + len(sets)) % len(self._shared)
+        ranks = {rank for each in sets for rank in each.holders}
+        most = max(sum(each.nbytes for each in sets if rank in each.holders) for rank in ranks)
+        found = []
+        for each in sets:
+            share = each.nbytes * self._budget.nbytes // most
+            of_gradients = share * each.gradients.nbytes // each.nbytes
+            found.append(Part(each, each.state.take(share - of_gradients), each.gradients.take(of_gradients)))
+        return found
+
+    def _read(self, part: Part) -> dict[str, list[Tensor]]:
+        """Return this member's tensors of a part, by what they are: nothing if it does not hold them yet."""
+        found: dict[str, list[Tensor]] = {}
+        state = self._state
+        if self._membership.trainer_group.rank not in part.shared.holders or state.late.missing & part.units:
+            return found
+        for unit, slices in groupby(part.of_state, key=lambda each: each.entry.unit):
+            tensors = tensors_of(state, unit)
+            found[f"the state of {unit}"] = [each.of(tensors[each.entry.name]) for each in slices]
+        for each in part.of_gradients:
+            gradient = gradient_of(state, each.entry)
+            if gradient is not None:
+                found.setdefault(f"the gradient of {each.entry.unit}", []).append(each.of(gradient))
+        return found
+
+    # ---- the result
+
+    def judge(self, step: int, sums: Sequence[float]) -> None:
+        """Refuse a step in whose vote members differ; collective if they do.
+
+        Args:
+            step: that all members have voted for.
+            sums: of the members' `numbers`.
+
+        Raises:
+            PeerLost: some members' bits differ: all recover, and repeat the step.
+            CorruptState: this member differs from the majority and must leave, or the job stops.
+        """
+        differing = [place for place in range(SLOTS) if differ(sums[place * FIELDS : (place + 1) * FIELDS])]
+        if differing:
+            self._refuse(step, differing)
+        self._budget.after(sums[-2], sums[-1])
+
+    def _refuse(self, step: int, places: Sequence[int]) -> None:
+        everyone, nodes = self._membership.everyone, self._membership.nodes
+        parts = [self._read(self._window[place]) for place in places] if self._window else []
+        own = {name: tensors for part in parts for name, tensors in part.items()}
+        said_R = gather_json(everyone, dict(zip(own, digests_of([*own.values()]), strict=True)))
+        by_name: dict[str, dict[int, int]] = {}
+        for rank, said in enumerate(said_R):
+            for name, value in said.items():
+                by_name.setdefault(name, {})[rank] = value
+        differing = {name: found for name, found in by_name.items() if len(set(found.values())) > 1} or by_name
+        ranks = tuple(sorted({rank for found in differing.values() for rank in outvoted(found)}))
+        units = sorted({name.rpartition(" ")[2] for name in differing})
+        is_repeated = self._last_found == (step, ranks)
+        self._last_found = step, ranks
+        owners = {self._state.owners.by_unit.get(unit) for unit in units}  # a recovery takes the owner's bits
+        leaves = bool(ranks) and (self.policy == "evict" or is_repeated or not owners.isdisjoint(ranks))
+        action = "stop" if self.policy == "stop" or (is_repeated and not ranks) else "evict" if leaves else "repair"
+        self._emit(CorruptionFound(step, units, list(ranks), [nodes[rank] for rank in ranks], action))
+        message = _message(step, differing, [f"{nodes[rank]} (rank {rank})" for rank in ranks])
+        if everyone.rank in (0, *ranks):
+            logger.warning("%s: %s", message, _ACTIONS[action])
+        if action == "stop" or (action == "evict" and everyone.rank in ranks):
+            raise CorruptState(message, step, units, list(ranks))
+        raise PeerLost(message)
+
+
+_ACTIONS = {
+    "repair": "the update is refused; all members compare their state, take that of the majority and repeat the step",
+    "evict": "the update is refused, and the member that differs leaves the job",
+    "stop": "the update is refused, and the job stops",
+}
+
+
+def _message(step: int, differing: Mapping[str, Mapping[int, int]], culprits: Sequence[str]) -> str:
+    """Describe a difference in one line."""
+    names = sorted(differing)
+    some = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+    holders = max(map(len, differing.values()), default=0)
+    who = " and ".join(culprits) + " against the others" if culprits else f"{holders} holders without a majority"
+    return f"members differ at step {step} in {some}: {who}"
+
+
+def shared_units(state: TrainingState, ranks: int, *, with_gradients: bool) -> list[SharedUnits]:
+    """Return what several ranks hold, by the set of its holders, in the same order on all ranks.
+
+    Of a unit with an owner, all ranks hold the weights. Numbers and buffers are left out, and what the training loop
+    keeps.
+    """
+    entries: dict[tuple[int, ...], tuple[list[Entry], list[Entry]]] = {}
+    for unit in state.catalog.units:
+        holders = state.active(ranks)[unit.name]
+        is_owned = unit.name in state.owners.by_unit
+        if is_owned:
+            holders = tuple(range(ranks))
+        if len(holders) < 2 or unit.name in LOOP_UNITS:
+            continue
+        dense = state.dense_tensors(unit.name)
+        of_state, of_gradients = entries.setdefault(holders, ([], []))
+        for spec in unit.specs:
+            parameter = spec.name.split("/")[0]
+            if not spec.shape or (unit.layer is None and not isinstance(dense.get(parameter), nn.Parameter)):
+                continue
+            entry = Entry(unit.name, spec.name, spec.nbytes // spec.dtype.itemsize, spec.dtype.itemsize)
+            if not is_owned or spec.name == parameter:
+                of_state.append(entry)
+            if with_gradients and not is_owned and spec.name == parameter:
+                of_gradients.append(entry)
+    found = [SharedUnits(holders, *map(Rotation, entries[holders])) for holders in sorted(entries)]
+    return [each for each in found if each.nbytes]
+
+
+def tensors_of(state: TrainingState, unit: str) -> dict[str, Tensor]:
+    """Return the tensors that this rank holds of a unit, by the names of its specs."""
+    if unit in state.owners.by_unit:
+        return {name: tensor.detach() for name, tensor in state.dense_tensors(unit).items()}
+    (tensors,) = state.tensors([unit])
+    return {spec.name: tensor for spec, tensor in zip(state.catalog.by_name[unit].specs, tensors, strict=True)}
+
+
+def gradient_of(state: TrainingState, entry: Entry) -> Tensor | None:
+    """Return the reduced gradient of an entry that is a parameter; None without one."""
+    unit = state.catalog.by_name[entry.unit]
+    if unit.layer is None:
+        return state.dense_tensors(entry.unit)[entry.name].grad
+    layer = state.layers[unit.layer]
+    return None if layer.weights.grad is None else layer.weights.grad[layer.ids.index(unit.expert or 0)]
+
+
+def differ(slot: Sequence[float]) -> bool:
+    """Return whether members differ, by the sums of their numbers in a slot: `FIELDS` of them.
+
+    >>> differ([3.0, 6.0, 9.0, 12.0, 27.0]), differ([3.0, 6.0, 9.0, 14.0, 27.0])  # 2 + 2 + 2, and 1 + 2 + 3
+    (False, True)
+    """
+    count, low, high, low_squares, high_squares = map(int, slot)
+    return count * low_squares != low * low or count * high_squares != high * high
+
+
+def outvoted(digests: Mapping[int, int]) -> list[int]:
+    """Return the ranks whose digest differs from that of more than half of them; none without such a majority.
+
+    >>> outvoted({0: 7, 2: 7, 3: 8}), outvoted({0: 7, 2: 8})
+    ([3], [])
+    """
+    ((value, votes),) = Counter(digests.values()).most_common(1)
+    return [rank for rank, each in digests.items() if each != value] if 2 * votes > len(digests) else []
