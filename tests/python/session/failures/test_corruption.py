@@ -49,7 +49,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.quick("bits of a member flip, and the others notice")
+@pytest.mark.quick("bits flip in weights, optimizer state or summed gradients of a worker")
 def test_a_flipped_bit_is_found_before_the_update_and_its_member_named(start_job, clean, case):
     workers = start(start_job).start_all({"b": [CASES[case]]}, "abc", steps=STEPS)
     assert [each.join() for each in workers] == [0, 0, 0]
