@@ -12,6 +12,7 @@ A preset can have options: `auto+snapshot_interval=100` is `auto` with fewer sna
 candidates all have `replication=0`:
 
     none        no copies
+    unchecked   the same, and votes without digests
     again       the same once more: the distance of its ratio from 1 is the noise
     blocking    after each step, every member copies all its state to a host tensor and exchanges that with its
                 neighbours (`Group.exchange`) before it continues

@@ -49,7 +49,7 @@ STAGING = StagingOptions(
     use_pinned_memory=False, use_shared_memory=False, use_async_staging=True, use_non_blocking_copy=False
 )
 PROCESSORS = os.sched_getaffinity(0)
-BASELINES = ("none", "blocking", "dcp", "dcp-staged")
+BASELINES = ("none", "unchecked", "blocking", "dcp", "dcp-staged")
 
 
 class Blocking:
@@ -260,7 +260,9 @@ class Worker:
             model,
             adamw(model.parameters()),
             sampler,
-            membership=evermoe.Membership(join_interval=1 << 40),
+            membership=evermoe.Membership(
+                join_interval=1 << 40, on_corruption="ignore" if options.name == "unchecked" else "repair"
+            ),
             placement=evermoe.Placement(expert_slots=options.expert_slots, rebalance_interval=0),
             on_event=self.clock,
             max_grad_norm=MAX_GRAD_NORM,
