@@ -80,7 +80,7 @@ const LAYERS: [(&str, &[&str]); 23] = [
     ("durable", &["error", "background", "snapshot"]),
     ("store", &["error"]),
     ("cuda", &["error", "cpu"]),
-    ("nccl", &["error"]),
+    ("nccl", &["error", "cuda"]),
     ("torch", &["error", "dispatch", "cpu", "cuda"]),
 ];
 

@@ -730,13 +730,23 @@ class NcclCommunicator:
         id: name of the communicator, from one rank's `nccl_unique_id`.
         rank: of this process.
         size: number of ranks.
-        seconds: longest wait of a call for other ranks.
+        device: number of the current CUDA device.
+        seconds: longest wait of a call for other ranks, and of the GPU in a collective, before the communicator is
+            aborted.
     """
 
-    def __init__(self, id: bytes, rank: int, size: int, seconds: float) -> None: ...
+    def __init__(self, id: bytes, rank: int, size: int, device: int, seconds: float) -> None: ...
     def all_reduce(self, numbers: int, count: int, kind: int, on: int) -> None: ...
     def all_gather(self, source: int, into: int, bytes: int, on: int, /) -> None: ...
     def all_to_all(self, source: int, sent: list[int], into: int, received: list[int], on: int, /) -> None: ...
+    def mark(self, on: int) -> None:
+        """Note that the host may wait from now on for what a stream has to do."""
+    def has_waited(self, seconds: float) -> bool:
+        """Whether the GPU has waited longer than this in the latest collective; without a call of the driver."""
+    def has_timed_out(self) -> bool:
+        """Whether the communicator was aborted as the GPU had waited for `seconds`."""
+    def end(self) -> str | None:
+        """Return why the communicator was aborted, or None; without a call of NCCL."""
     def failure(self) -> str | None:
         """Return why results cannot be trusted, or None."""
     def abort(self) -> None:

@@ -44,10 +44,17 @@ struct NcclCommunicator(Arc<Communicator>);
 #[pymethods]
 impl NcclCommunicator {
     #[new]
-    fn new(py: Python<'_>, id: &[u8], rank: usize, size: usize, seconds: f64) -> PyResult<Self> {
+    fn new(
+        py: Python<'_>,
+        id: &[u8],
+        rank: usize,
+        size: usize,
+        device: usize,
+        seconds: f64,
+    ) -> PyResult<Self> {
         let id = UniqueId::from_bytes(id)?;
         let limit = duration(seconds)?;
-        Ok(Self(py.detach(|| Communicator::connect(id, rank, size, limit))?))
+        Ok(Self(py.detach(|| Communicator::connect(id, rank, size, device, limit))?))
     }
 
     fn all_reduce(
@@ -83,6 +90,23 @@ impl NcclCommunicator {
         Ok(py.detach(|| unsafe {
             self.0.all_to_all((pointer(from), &sent), (pointer(into), &received), stream(on))
         })?)
+    }
+
+    fn mark(&self, py: Python<'_>, on: usize) -> PyResult<()> {
+        // SAFETY: as above, a stream of torch's, which never destroys one.
+        Ok(py.detach(|| unsafe { self.0.mark(stream(on)) })?)
+    }
+
+    fn has_waited(&self, seconds: f64) -> PyResult<bool> {
+        Ok(self.0.has_waited(duration(seconds)?))
+    }
+
+    fn has_timed_out(&self) -> bool {
+        self.0.has_timed_out()
+    }
+
+    fn end(&self) -> Option<String> {
+        self.0.end()
     }
 
     fn failure(&self, py: Python<'_>) -> Option<String> {

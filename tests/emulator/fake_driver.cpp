@@ -480,6 +480,14 @@ int cuStreamWaitEvent(void* handle, const Event* event, unsigned) {
   return status();
 }
 
+// A word of page-locked memory gets a value when the stream comes to it.
+int cuStreamWriteValue32_v2(void* stream, uintptr_t address, unsigned value, unsigned) {
+  IN_CONTEXT;
+  auto* const word = reinterpret_cast<unsigned*>(address);
+  if (!is_pinned(word)) return failed(kInvalidValue, "a write to host memory that is not page-locked");
+  return put(stream, [=] { return __atomic_store_n(word, value, __ATOMIC_RELEASE), 0; }, {word, sizeof value});
+}
+
 // ---- captures into graphs ------------------------------------------------------------------------------
 int cuThreadExchangeStreamCaptureMode(int* mode) {
   LOCKED;

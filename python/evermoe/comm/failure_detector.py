@@ -30,7 +30,7 @@ CLOCK_CHECKS = 8
 READS = 1 << 63
 """Bit that is flipped in the epoch which a member answers to probes while it computes: it reads its batch just then."""
 GPU_CHECK = 0.5
-"""Most seconds between two checks whether NCCL has failed, which it reports to who asks."""
+"""Most seconds between two checks whether a communicator of NCCL has ended."""
 LONG_READ = 0.5
 """Time that a read of a batch takes, in hang timeouts, when it is reported: before the others give up."""
 SET_BACK_SECONDS = 1.0
@@ -89,7 +89,7 @@ class FailureDetector:
             first: number of them whose ranks are lower than this member's.
         """
         self.end_watch()
-        for group in self._groups:
+        for group in self._all_groups():
             group.timed_out = False
         self._waited = math.inf
         self._epoch, self._members = epoch, dict(members)
@@ -141,7 +141,7 @@ class FailureDetector:
         """Find out which members of a broken group still answer, and which have waited for which."""
         if self._detector is None:
             return
-        gave_up = any(group.timed_out for group in self._groups)
+        gave_up = any(group.timed_out for group in self._all_groups())
         self._reach.set_status(gave_up=self._epoch if gave_up else 0)
         self._reach.probe_group(self._members, self.silent)
         answers = self._reach.answers
@@ -199,9 +199,9 @@ class FailureDetector:
             self._act(has_ended, gave_up)
 
     def _bound_waits(self, is_over: threading.Event) -> None:
-        """End collectives that outlast their timeout, and those of a communicator that NCCL reports as failed.
+        """End collectives that outlast their timeout, and those of a communicator that has ended.
 
-        A GPU's collectives have no timeout of their own, and gloo's waits follow the wall clock, which may be set back.
+        Gloo's waits follow the wall clock, which may be set back. This thread calls no driver, which could hold it up.
         Also report a long read of a batch.
         """
         pause = self._hang_timeout / CLOCK_CHECKS
@@ -222,27 +222,28 @@ class FailureDetector:
                             f"clock was set back by {began.set_back():.0f} s"
                         )
 
-    def _communicators(self) -> list[Nccl]:
-        """Return those of the groups, and of the groups linked to them."""
+    def _all_groups(self) -> set[Group]:
+        """Return the groups, and the groups linked to them."""
         linked = [each for group in self._groups for each in group.linked if isinstance(each, Group)]
-        return [group.nccl for group in {*self._groups, *linked} if group.nccl is not None and group.broken is None]
+        return {*self._groups, *linked}
+
+    def _communicators(self) -> list[Nccl]:
+        return [group.nccl for group in self._all_groups() if group.nccl is not None and group.broken is None]
 
     def _check_gpu(self) -> None:
-        """Drop the members if NCCL has failed or the GPU waits too long in a collective."""
+        """Drop the members if a communicator has ended, as NCCL has failed or the GPU has waited too long."""
         for nccl in self._communicators():
-            with native_call():
-                failure = nccl.failure()
-                if failure is not None:
-                    self._on_silent(failure)
-                elif nccl.is_stuck(self._hang_timeout):
-                    self._groups[0].timed_out = True
-                    self._on_silent(f"the GPU has waited in a collective for hang_timeout = {self._hang_timeout:g} s")
-                elif nccl.is_stuck(self._hang_timeout / 2):
-                    self._reach.set_computes(0)  # the host may be in the script's own wait for the GPU
+            end = nccl.end()
+            if end is not None:
+                self._groups[0].timed_out |= nccl.has_timed_out()
+                with native_call():
+                    self._on_silent(end)
+            elif nccl.has_waited(self._hang_timeout / 2):
+                self._reach.set_computes(0)  # the host may be in the script's own wait for the GPU
 
     def _gpu_waits(self) -> bool:
         """Whether the GPU has waited long enough for others that they cannot have waited for this member."""
-        return any(nccl.is_stuck(self._hang_timeout / 2) for nccl in self._communicators())
+        return any(nccl.has_waited(self._hang_timeout / 2) for nccl in self._communicators())
 
     def _act(self, has_ended: bool, gave_up: str | None) -> None:
         """End the waits of this member after a finding of the detector."""

@@ -349,6 +349,8 @@ class Group:
 
     def drop_alone(self, reason: str) -> None:
         """Close this member's sockets of this group alone, not those of linked objects."""
+        if self.broken is None and self.nccl is not None and self.nccl.has_timed_out():
+            self.timed_out = True
         self.broken = self.broken or reason
         self._posted = []
         if self.nccl is not None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import functools
 import os
-import time
 import uuid
 from datetime import timedelta
 
@@ -80,7 +79,8 @@ class Nccl:
         name: of the communicator, from `new_name` of one member.
         rank: of this member.
         size: number of members.
-        limit: longest wait of the host for other members while it connects or launches.
+        limit: longest wait for other members: of the host, while it connects or launches, and of the GPU in a
+            collective. Then the communicator is aborted.
 
     Raises:
         RuntimeError: this process has no NCCL, or NCCL refuses.
@@ -89,9 +89,8 @@ class Nccl:
 
     def __init__(self, name: torch.Tensor, rank: int, size: int, limit: timedelta) -> None:
         check_environment()
-        self._own = _native.NcclCommunicator(name.numpy().tobytes(), rank, size, limit.total_seconds())
-        self._event = torch.cuda.Event()
-        self._launched: float | None = None
+        device = torch.cuda.current_device()
+        self._own = _native.NcclCommunicator(name.numpy().tobytes(), rank, size, device, limit.total_seconds())
         _await_aborts_at_exit()
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
@@ -100,12 +99,10 @@ class Nccl:
             layout = "contiguous" if tensor.is_contiguous() else "not contiguous"
             raise ValueError(f"all_reduce: expected a contiguous tensor of numbers, got {tensor.dtype}, {layout}")
         self._own.all_reduce(tensor.data_ptr(), tensor.numel(), TYPES[tensor.dtype], _stream())
-        self.mark()
 
     def all_gather(self, into: torch.Tensor, tensor: torch.Tensor) -> None:
         """Gather a tensor of each member into the rows of `into`; both are contiguous."""
         self._own.all_gather(tensor.data_ptr(), into.data_ptr(), tensor.nbytes, _stream())
-        self.mark()
 
     def all_to_all(
         self, into: torch.Tensor, rows: torch.Tensor, receive_counts: list[int], send_counts: list[int]
@@ -114,23 +111,22 @@ class Nccl:
         width = rows.stride(0) * rows.element_size() if rows.dim() else 0
         sent, received = ([count * width for count in counts] for counts in (send_counts, receive_counts))
         self._own.all_to_all(rows.data_ptr(), sent, into.data_ptr(), received, _stream())
-        self.mark()
 
     def mark(self) -> None:
         """Note that the host may wait from now on for what the current stream has to do."""
-        if not torch.cuda.is_current_stream_capturing():
-            self._event.record()
-            self._launched = time.monotonic()
+        self._own.mark(_stream())
 
-    def is_stuck(self, seconds: float) -> bool:
-        """Whether the latest collective was launched more than `seconds` ago and is not over."""
-        began = self._launched
-        if began is None or time.monotonic() - began <= seconds:
-            return False
-        is_over = self._event.query()
-        if is_over and self._launched == began:
-            self._launched = None  # not asked again, as a question of another thread may spoil a capture
-        return not is_over
+    def has_waited(self, seconds: float) -> bool:
+        """Whether the GPU has waited longer than `seconds` in the latest collective; it calls no driver."""
+        return self._own.has_waited(seconds)
+
+    def has_timed_out(self) -> bool:
+        """Whether the communicator was aborted as the GPU had waited for the limit."""
+        return self._own.has_timed_out()
+
+    def end(self) -> str | None:
+        """Return why the communicator was aborted, or None; it calls neither NCCL nor the driver."""
+        return self._own.end()
 
     def failure(self) -> str | None:
         """Return why results cannot be trusted, or None; it does not wait for the GPU."""

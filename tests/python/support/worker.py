@@ -47,8 +47,9 @@ class Fault:
     "bucket" (a sum as backward begins), "gradients" (a bucket is sent during it) or "late state" (optimizer state is
     sent in steps).
     `action`: kill, stop (until someone continues it), hang (until the job wakes it), slow (for `seconds`), raise, drop
-    (its connections), fill (its node's shared memory), damage (what it sends then, at "late state"), look (which copies
-    here have steps to repeat) or flip (a bit of each copy that it keeps; `where` is that of `support.flips`).
+    (its connections), fill (its node's shared memory), flood (the GPU's stream behind the next collective), damage
+    (what it sends then, at "late state"), look (which copies here have steps to repeat) or flip (a bit of each copy
+    that it keeps; `where` is that of `support.flips`).
     """
 
     point: str
@@ -261,33 +262,34 @@ class Recorder:
             if self._seen[number] != fault.nth:
                 continue
             self.write("fault", point=point, action=fault.action, at=step)
-            if fault.action == "raise":
-                raise ZeroDivisionError(f"asked for at {point}")
-            if fault.action == "damage":
-                self._damages = True
-                continue
-            if fault.action == "slow":
-                time.sleep(fault.seconds)
-                continue
-            if fault.action == "drop":
-                self.session._membership.trainer_group.drop("asked for")  # type: ignore[union-attr]
-                continue
-            if fault.action == "hang":
-                while not (Path(self._options.folder) / "wake").exists():
-                    time.sleep(0.01)
-                continue
-            if fault.action == "fill":
-                from support import disks  # as below
+            self._carry_out(fault, step)
 
-                session = self._options.session
-                disks.fill(disks.job_folder(session["memory_dir"], session["job"]) / self._options.name)
-                continue
-            if fault.action == "flip":
-                self.write("flipped", units=self._flipper().flip(fault.where), at=step)
-                continue
-            if fault.action == "look":
-                self.write("looked", behind=self._flipper().behind())
-                continue
+    def _carry_out(self, fault: Fault, step: int | None) -> None:
+        if fault.action == "raise":
+            raise ZeroDivisionError(f"asked for at {fault.point}")
+        if fault.action == "damage":
+            self._damages = True
+        elif fault.action == "slow":
+            time.sleep(fault.seconds)
+        elif fault.action == "drop":
+            self.session._membership.trainer_group.drop("asked for")  # type: ignore[union-attr]
+        elif fault.action == "hang":
+            while not (Path(self._options.folder) / "wake").exists():
+                time.sleep(0.01)
+        elif fault.action == "fill":
+            from support import disks  # as below
+
+            session = self._options.session
+            disks.fill(disks.job_folder(session["memory_dir"], session["job"]) / self._options.name)
+        elif fault.action == "flood":
+            from support.flood import flood_behind_next_collective  # as below
+
+            flood_behind_next_collective(self.session.group)  # type: ignore[union-attr]
+        elif fault.action == "flip":
+            self.write("flipped", units=self._flipper().flip(fault.where), at=step)
+        elif fault.action == "look":
+            self.write("looked", behind=self._flipper().behind())
+        else:
             os.kill(os.getpid(), signal.SIGKILL if fault.action == "kill" else signal.SIGSTOP)
 
     def hook(self) -> None:

@@ -59,6 +59,25 @@ def test_copies_travel_in_windows_between_what_the_gpus_run(start_job, own_gpus,
 
 @pytest.mark.gpu
 @pytest.mark.timeout(300)
+@pytest.mark.usefixtures("stands_in")
+def test_survivors_whose_streams_are_full_give_up_a_member_that_hangs(start_job, own_gpus):
+    """Their hosts wait in a launch, which holds up all calls of the driver, in every thread."""
+    job = start_job(3, hang_timeout=8.0, **FEWEST)
+    faults = {"b": [Fault("forward", 4, "hang")]}
+    workers = [
+        job.start(name, *faults.get(name, [Fault("forward", 4, "flood")]), device="cuda", steps=8, environment=gpu)
+        for name, gpu in zip("abc", map(own_gpus, range(3)), strict=True)
+    ]
+    assert [each.join(SLOW) for each in (workers[0], workers[2])] == [0, 0]
+    job.wake()
+    check_history(workers, away="b")
+    for each in (workers[0], workers[2]):
+        assert "waited 8 s for b-" in each.log()
+        assert [event["members"] for event in each.events("recovered")] == [3, 2]
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(300)
 def test_survivors_give_up_a_member_that_hangs_while_their_gpus_wait_for_it(start_job, own_gpus):
     """Their hosts have launched the exchange and left it: nobody waits in a call that has a timeout."""
     job = start_job(3, hang_timeout=8.0, **FEWEST)
