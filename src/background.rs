@@ -2,29 +2,38 @@
 
 use std::thread;
 
-/// Number of processors for this process: its share if LOCAL_WORLD_SIZE processes run on the machine, unless it is bound to some.
+/// Number of processors for this process: its share if LOCAL_WORLD_SIZE processes run on the machine, unless it has its own.
 pub(crate) fn processors() -> usize {
     let available = thread::available_parallelism().map_or(1, usize::from);
     let ranks = std::env::var("LOCAL_WORLD_SIZE").ok().and_then(|ranks| ranks.parse().ok());
-    share(available, is_bound(), ranks.unwrap_or(1))
+    share(available, &affinity(0), &affinity(parent()), ranks.unwrap_or(1))
 }
 
-fn share(available: usize, is_bound: bool, ranks: usize) -> usize {
-    if is_bound { available } else { (available / ranks.max(1)).max(1) }
+/// The processors of one of `ranks` processes, which have `available` together, or each, if it is bound.
+///
+/// A process that `numactl`, `taskset` or its launcher has bound may run on other processors than its parent. What a
+/// container allows, or a binding of the launcher itself, is the same for both, and all ranks share it.
+fn share(available: usize, own: &[usize], parents: &[usize], ranks: usize) -> usize {
+    if parents.is_empty() || own == parents { (available / ranks.max(1)).max(1) } else { available }
 }
 
-/// Whether this process may not use all processors of the machine, as with `numactl` or `taskset`.
-fn is_bound() -> bool {
+fn parent() -> i32 {
+    // SAFETY: a plain call. 0, which stands for this process, if the parent is outside of its container.
+    unsafe { libc::getppid() }
+}
+
+/// Processors on which a process may run, in ascending order; empty if unknown.
+fn affinity(process: i32) -> Vec<usize> {
     #[cfg(target_os = "linux")]
-    // SAFETY: plain calls, and room for a set of processors.
+    // SAFETY: plain calls, with room for a set of processors.
     unsafe {
         let mut set = std::mem::zeroed::<libc::cpu_set_t>();
-        let online = libc::sysconf(libc::_SC_NPROCESSORS_ONLN);
-        libc::sched_getaffinity(0, size_of_val(&set), &raw mut set) == 0
-            && i64::from(libc::CPU_COUNT(&set)) < online
+        if libc::sched_getaffinity(process, size_of_val(&set), &raw mut set) == 0 {
+            return (0..libc::CPU_SETSIZE as usize).filter(|&each| libc::CPU_ISSET(each, &set)).collect();
+        }
     }
-    #[cfg(not(target_os = "linux"))]
-    false
+    let _ = process;
+    Vec::new()
 }
 
 /// Lowers the priority of the calling thread: on Linux it becomes a batch job with its nice value raised by 5.
@@ -42,13 +51,27 @@ pub(crate) fn lower_priority() {
 
 #[cfg(test)]
 mod tests {
-    use super::share;
+    use super::{affinity, share};
 
     #[test]
     fn processes_of_a_node_share_its_processors_unless_each_is_bound_to_its_own() {
-        assert_eq!(share(192, false, 8), 24);
-        assert_eq!(share(24, true, 8), 24);
-        assert_eq!(share(2, false, 4), 1);
-        assert_eq!(share(16, false, 0), 16);
+        let (machine, container, own): (Vec<_>, Vec<_>, Vec<_>) =
+            ((0..192).collect(), (48..96).collect(), (24..48).collect());
+        assert_eq!(share(192, &machine, &machine, 8), 24, "nothing is bound");
+        assert_eq!(share(24, &own, &machine, 8), 24, "each rank is bound");
+        assert_eq!(share(48, &container, &container, 8), 6, "one container, or one binding of the launcher");
+        assert_eq!(share(24, &container[..24], &container, 2), 24, "each rank is bound in a container");
+        assert_eq!(share(16, &machine, &machine, 8), 2, "a quota of processor time");
+        assert_eq!(share(192, &machine, &[], 8), 24, "an unknown parent");
+        assert_eq!(share(2, &machine, &machine, 4), 1);
+        assert_eq!(share(16, &machine, &machine, 0), 16);
+    }
+
+    #[test]
+    #[cfg(target_os = "linux")]
+    fn a_process_knows_its_processors() {
+        assert_eq!(affinity(0), affinity(std::process::id().cast_signed()));
+        assert!(affinity(0).len() >= std::thread::available_parallelism().unwrap().get());
+        assert!(affinity(-1).is_empty());
     }
 }
