@@ -105,8 +105,8 @@ class Group:
 
     A new `Group()` has one member and needs no network. When a peer fails, this member's sockets are closed and
     `PeerLost` is raised; from then on every call raises `PeerLost` until the group is rebuilt. Tensors on the CPU
-    travel over gloo, tensors on a GPU over NCCL. If several members share a GPU, which NCCL does not support, all
-    travel over gloo.
+    travel over gloo, tensors on a GPU over NCCL. If several members share a GPU, which NCCL does not support by
+    default, all travel over gloo.
 
     One thread may drop the group while others wait in it.
 
@@ -385,7 +385,8 @@ class Group:
         if share_a_gpu(self, device):
             if self.rank == 0:
                 logger.warning(
-                    "several members share a GPU, which NCCL does not support: their tensors travel over gloo"
+                    "several members share a GPU, which NCCL allows only with NCCL_MULTI_RANK_GPU_ENABLE=1: their "
+                    "tensors travel over gloo"
                 )
             return
         names = self.all_gather(new_name() if self.rank == 0 else no_name())

@@ -41,7 +41,8 @@ LOOK_SECONDS = 0.01
 class TorchConnections:
     """Makes the groups again after each recovery.
 
-    Stages on GPUs exchange over NCCL; if ranks share a GPU, which NCCL does not support, over gloo through host memory.
+    Stages on GPUs exchange over NCCL; if ranks share a GPU, which NCCL does not support by default, over gloo through
+    host memory.
 
     Args:
         membership: all ranks, agreed and connected. Waits in torch's groups end when its group is dropped.
@@ -148,7 +149,8 @@ class TorchConnections:
         if self.uses_host:
             if self._rank == 0:
                 logger.warning(
-                    "several ranks share a GPU, which NCCL does not support: stages exchange through host memory"
+                    "several ranks share a GPU, which NCCL allows only with NCCL_MULTI_RANK_GPU_ENABLE=1: stages "
+                    "exchange through host memory"
                 )
             return "gloo"
         keep_alive_after_nccl_failure()
