@@ -16,7 +16,7 @@ from evermoe.state.version import step_of
 from support.flips import BIT
 from support.harness import PATIENCE, wait_until
 from support.pipeline_worker import MICROBATCHES
-from support.pipelines import BORDER_BYTES, RANKS, Pipeline, run_undisturbed
+from support.pipelines import BORDER_BYTES, RANKS, Pipeline, has_voted, run_undisturbed
 
 STEPS, SLICES = 15, 3
 DEEP = {"stages": 4, "peers": 1}
@@ -171,12 +171,6 @@ def test_both_ranks_of_a_stage_are_lost_and_then_one_of_them(start_job, wide, st
     assert recovered_at(last) == [again]
     assert [each["forwards"] for each in done[:2]] == [forwards(STEPS)] * 2
     assert again == 4 or done[2]["forwards"] == forwards(STEPS - 4), "the peer computes nothing again"
-
-
-def has_voted(worker, step):
-    """Whether a rank has its own copies of this number of steps, and those that it keeps, and votes on the next one."""
-    commands = [each for event in worker.events("protocol") for each in json.loads(event["commands"])]
-    return any(each["command"] == "vote" and step_of(each["version"]) == step for each in commands)
 
 
 def damage_windows(folder, stage):

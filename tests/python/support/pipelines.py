@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
 import shutil
 
+from evermoe.state.version import step_of
 from support import pipeline_worker, replay_faults
 from support.harness import PATIENCE, Job, Worker
 from support.pipeline_worker import MICROBATCHES, PEERS, ROWS, STAGES, Options
@@ -112,6 +114,12 @@ def run_undisturbed(folder, **options):
         return pipeline.finish(), [each.events("step") for each in pipeline.ranks]
     finally:
         job.close()
+
+
+def has_voted(worker, step):
+    """Whether a rank has its own copies of this number of steps, and those that it keeps, and votes on the next one."""
+    commands = [each for event in worker.events("protocol") for each in json.loads(event["commands"])]
+    return any(each["command"] == "vote" and step_of(each["version"]) == step for each in commands)
 
 
 def losses(steps, what="loss"):
