@@ -38,6 +38,7 @@ from evermoe.copies.protection_inputs import (
 from evermoe.copies.replay.calibrate import Arithmetics
 from evermoe.copies.replay.replicas import Replicas
 from evermoe.copies.selection import ExpertSelector
+from evermoe.copies.snapshot.link import common_message_bytes
 from evermoe.copies.snapshot.rank_plan import COPIES
 from evermoe.copies.snapshot.snapshots import Snapshots
 from evermoe.copies.snapshot.store import SnapshotStore
@@ -138,6 +139,8 @@ class Protection:
         about = [UnitFacts(*each) for each in units]
         infos = unit_infos(self.state, self.active, about)
         ranks = [RankInfo.from_json(each["member"]) for each in everyone]
+        links = [info.link for info in ranks]
+        self.store.chunk_bytes = self.options.windows.copy_buffer_bytes or common_message_bytes(links)
         plan = plan_copies(self.options, infos, ranks)
         self.plan = order_by_risk(plan, infos, ranks, copies)
         kept = self.plan.units

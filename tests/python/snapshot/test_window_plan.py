@@ -9,7 +9,7 @@ import pytest
 
 from evermoe.comm.courier import Sent
 from evermoe.comm.pacer import ANY_TIME, TimedStep
-from evermoe.copies.snapshot.link import measure_link
+from evermoe.copies.snapshot.link import MAX_MESSAGE_BYTES, MIN_MESSAGE_BYTES, measure_link, message_bytes
 from evermoe.copies.snapshot.rank_plan import COPIES, Outgoing, RankReport, as_steps, places_of, plan_of, segments_of
 from evermoe.planning.schedule import Link, Memory
 from evermoe.planning.windows import find_windows
@@ -166,3 +166,12 @@ def test_messages_of_one_size_do_not_show_the_latency():
 def test_who_sends_nothing_has_an_empty_plan(policy):
     plan = plan_of(1, reports(), policy, Memory(2 * 4000, 2))
     assert (plan.chunks, plan.reason.fits, segments_of(plan, [], policy)) == ([], True, [])
+
+
+def test_messages_grow_with_the_speed_of_the_link():
+    sizes = [message_bytes(10 ** (exponent / 20)) for exponent in range(-20, 260)]
+    assert sizes == sorted(sizes)
+    assert (sizes[0], message_bytes(2e9), sizes[-1]) == (MIN_MESSAGE_BYTES, MIN_MESSAGE_BYTES, MAX_MESSAGE_BYTES)
+    for speed in (4.3e9, 1e10, 2.2e10):
+        assert 1e-3 < message_bytes(speed) / speed <= 2e-3
+        assert message_bytes(speed).bit_count() == 1

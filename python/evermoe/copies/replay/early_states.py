@@ -24,11 +24,10 @@ from evermoe.comm.transport import Transfer
 from evermoe.copies.replay.part import part_name, parts_of
 from evermoe.copies.replay.sender import GradientSender
 from evermoe.copies.replay.source import Source
+from evermoe.copies.snapshot.link import message_bytes
 from evermoe.errors import PeerLost
 from evermoe.state.catalog import UnitCatalog
 
-MESSAGE_BYTES = 4 << 20
-"""Maximum bytes of a state's message, unless a caller gives another number."""
 MESSAGES_A_WINDOW = 4
 """Messages that fit into the longest window, so that shorter windows have room for some, too."""
 MIN_BYTES = 4096
@@ -77,7 +76,7 @@ class EarlyStates:
         primaries: the rank that sends each unit which this member keeps, in the order of the plan.
         sender: knows which units replicas cannot follow.
         optimizer: its state is sent, too.
-        message_bytes: maximum bytes of a message.
+        message_bytes: maximum bytes of a message; None: by the speed of the link (`copies/snapshot/link.py`).
     """
 
     def __init__(
@@ -87,7 +86,7 @@ class EarlyStates:
         primaries: Mapping[str, int],
         sender: GradientSender,
         optimizer: torch.optim.Optimizer,
-        message_bytes: int = MESSAGE_BYTES,
+        message_bytes: int | None = None,
     ) -> None:
         self._holders, self._sender, self._optimizer = holders, sender, optimizer
         self._message_bytes = message_bytes
@@ -123,7 +122,8 @@ class EarlyStates:
         }
         lacking = self._lacking(selected)
         nbytes = {name: self._record_bytes(source) for name, source in lacking.items()}
-        cut = cut_for(courier.windows, *courier.link, max_bytes=self._message_bytes)
+        max_bytes = self._message_bytes or message_bytes(courier.link.beta)
+        cut = cut_for(courier.windows, *courier.link, max_bytes=max_bytes)
         courier.send_at_once(
             Message(_announcement(cut, [nbytes.get(name, 0) for name in names]), peer, REPLAY_STATES)
             for peer, names in self._by_peer().items()

@@ -25,7 +25,7 @@ from evermoe.comm.tags import REPLAY_HEAD, REPLAY_TAIL
 from evermoe.comm.transport import Transfer
 from evermoe.copies.replay.calibrate import Arithmetics
 from evermoe.copies.replay.early_gradients import MAX_MESSAGES, EarlyGradients
-from evermoe.copies.replay.early_states import MESSAGE_BYTES, EarlyStates
+from evermoe.copies.replay.early_states import EarlyStates
 from evermoe.copies.replay.frame import Frame
 from evermoe.copies.replay.part import parameters_of, parts_of
 from evermoe.copies.replay.repeater import Damage
@@ -69,7 +69,7 @@ class ReplayExchange:
         log_bytes: bound of the replica's log, raised to the largest gradient; None for `LOG_STEPS` gradients.
         keeps_previous: `stored` also yields the step before the newest, the only one at which other units are complete.
         device: device of the units that this member keeps.
-        message_bytes: maximum bytes of a message of states that are sent while a step computes.
+        message_bytes: maximum bytes of a message of states that are sent while a step computes; None: by the link.
         alone: units whose gradients are final once backward has computed them: see `early_gradients`.
         bucket_bytes: minimum bytes of a message of gradients that are sent during backward; 0 sends none then.
     """
@@ -84,7 +84,7 @@ class ReplayExchange:
         log_bytes: int | None = None,
         keeps_previous: bool = False,
         device: str = "cpu",
-        message_bytes: int = MESSAGE_BYTES,
+        message_bytes: int | None = None,
         alone: Collection[str] = (),
         bucket_bytes: int = 0,
     ) -> None:

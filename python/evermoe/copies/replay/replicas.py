@@ -25,7 +25,6 @@ from evermoe.comm.task import Task
 from evermoe.config.copies import CopyConfig
 from evermoe.copies.replay.calibrate import Arithmetics
 from evermoe.copies.replay.devices import check_device
-from evermoe.copies.replay.early_states import MESSAGE_BYTES
 from evermoe.copies.replay.exchange import ExchangeResult, ReplayExchange
 from evermoe.copies.replay.part import parts_of
 from evermoe.copies.replay.repeater import Damage
@@ -101,7 +100,7 @@ class Replicas(Keeper):
         arithmetics: of the optimizers whose steps can be repeated.
         emit: listener of the session.
         pacer: knows when the network is idle. Gradients, and states with which a plan begins, do not wait for that.
-        message_bytes: maximum bytes of a message of other states.
+        message_bytes: maximum bytes of a message of other states; None: by the speed of the link.
     """
 
     def __init__(
@@ -112,7 +111,7 @@ class Replicas(Keeper):
         arithmetics: Arithmetics,
         emit: Listener,
         pacer: Pacer,
-        message_bytes: int = MESSAGE_BYTES,
+        message_bytes: int | None = None,
     ) -> None:
         self._state, self._membership, self._options, self._emit = state, membership, options, emit
         self._replayed = check_device(options.preset.group(ReplayedCopies))

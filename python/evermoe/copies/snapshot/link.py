@@ -1,15 +1,44 @@
-"""The speed of a member's link, from the messages that it has sent."""
+"""The speed of a member's link, from the messages that it has sent, and the size of its messages."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from evermoe.comm.courier import Sent
-from evermoe.planning.schedule import Link
+from evermoe.planning.schedule import BYTES_PER_SECOND, Link
 
 MIN_SAMPLES = 8
 """Messages from which the network's speed is measured."""
+MESSAGE_SECONDS = 2e-3
+"""Time of a message between the bounds of its size. Each one costs a member some 0.1 ms, of which the next one hides a
+part, and a window that closes waits for the message that is under way."""
+MIN_MESSAGE_BYTES, MAX_MESSAGE_BYTES = 4 << 20, 64 << 20
+"""Bounds of `message_bytes`."""
+
+
+def message_bytes(bytes_per_second: float) -> int:
+    """Return the maximum size of a message: the power of two that a link sends in 1 to 2 ms, from 4 to 64 MiB.
+
+    A power of two stays the same while the measured speed fluctuates.
+
+        >>> [message_bytes(gigabytes * 1e9) >> 20 for gigabytes in (1, 5, 10, 25, 50)]
+        [4, 8, 16, 32, 64]
+
+    Args:
+        bytes_per_second: of the link; of the copy from GPU to host, if that is slower.
+    """
+    fitting = int(max(bytes_per_second, 1.0) * MESSAGE_SECONDS)
+    return min(max(1 << max(fitting.bit_length() - 1, 0), MIN_MESSAGE_BYTES), MAX_MESSAGE_BYTES)
+
+
+def common_message_bytes(links: Iterable[tuple[float, float] | None]) -> int:
+    """Return the size of messages that no plan divides, by the slowest measured link of all members.
+
+    Args:
+        links: latency and bytes per second of each member's link; None where it was not measured.
+    """
+    return message_bytes(min((link[1] for link in links if link is not None), default=BYTES_PER_SECOND))
 
 
 def measure_link(sent: Sequence[Sent], default: Link) -> Link:

@@ -24,7 +24,7 @@ from evermoe.comm.group import Group
 from evermoe.comm.membership import MembershipManager
 from evermoe.copies.snapshot.frequency import lowered, steps_of
 from evermoe.copies.snapshot.held_parts import sent_parts
-from evermoe.copies.snapshot.link import measure_link
+from evermoe.copies.snapshot.link import measure_link, message_bytes
 from evermoe.copies.snapshot.rank_plan import (
     Outgoing,
     RankReport,
@@ -118,7 +118,7 @@ class WindowPlanner:
         """Bundles that the latest version omits."""
         self._other_bytes: Mapping[int, int] = {}
         """Bytes of the bundles that the latest version sends in another form than their state."""
-        store.chunk_bytes, courier.in_flight = options.copy_buffer_bytes, options.copy_buffers
+        store.chunk_bytes, courier.in_flight = self._message_bytes(self._default), options.copy_buffers
         courier.link = self._default
 
     @property
@@ -229,7 +229,7 @@ class WindowPlanner:
         )
         if self._reports and not changed and mine.outgoing:
             bundles = (sum(each.parts[-1]) if each.parts else each.table for each in mine.outgoing)
-            largest = min(self._options.copy_buffer_bytes, max(bundles))
+            largest = min(self._message_bytes(mine.pace), max(bundles))
             mine = replace(mine, changed=mine.new_pace(self._reports[self._group.rank], largest))
         return [RankReport.from_json(fields) for fields in gather_json(self._group, asdict(mine))]
 
@@ -251,9 +251,8 @@ class WindowPlanner:
         if self.fixed_steps is None and paces:
             alone = 1
             if self.knows_pace and self.windows is not None:
-                needed = plan_of(
-                    rank, sent_reports(self._reports, self.optional, self._other_bytes), policy, self._memory, None
-                )
+                sent = sent_reports(self._reports, self.optional, self._other_bytes)
+                needed = plan_of(rank, sent, policy, self._memory(sent[rank]), None)
                 alone = steps_of(needed.reason, self.windows.step_seconds, reports[rank].pace)
             self.version_steps = max(gather_json(self._group, alone))
         plans = self._divide(policy)
@@ -304,13 +303,15 @@ class WindowPlanner:
         rank = self._group.rank
         if self._policy is None or not self._reports or not self._reports[rank].windows:
             return 0
-        plan = plan_of(rank, self._reports, self._policy, self._memory, 1)
+        plan = plan_of(rank, self._reports, self._policy, self._memory(self._reports[rank]), 1)
         return sum(chunk.bytes for chunk in plan.chunks if chunk.window is not None)
 
-    @property
-    def _memory(self) -> Memory:
+    def _message_bytes(self, link: Link) -> int:
+        return self._options.copy_buffer_bytes or message_bytes(link.beta)
+
+    def _memory(self, sender: RankReport) -> Memory:
         buffers = self._options.copy_buffers
-        return Memory(buffers * self._options.copy_buffer_bytes, buffers)
+        return Memory(buffers * self._message_bytes(sender.pace), buffers)
 
     def _divide(self, policy: ChunkPolicy) -> dict[int, list[tuple[ChunkPlan, list[Outgoing]]]]:
         """Divide what this rank sends and receives from now on into segments; return the plans, by sender."""
@@ -341,7 +342,7 @@ class WindowPlanner:
         found = []
         for part in parts:
             adjusted = [replace(each, outgoing=part) if s == sender else each for s, each in enumerate(reports)]
-            found.append((plan_of(sender, adjusted, policy, self._memory, steps), part))
+            found.append((plan_of(sender, adjusted, policy, self._memory(reports[sender]), steps), part))
         return found
 
     def write_trace(self, path: str | Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from support.early_states import EarlyStatesWorker
+from support.fast_links import LARGEST, SMALLEST, FastLinkWorker
 from support.harness import FEWEST
 from support.history import check_history
 from support.lineage import check_losses
@@ -136,6 +138,28 @@ def test_one_buffer_of_the_size_of_a_bundle_gives_one_message_for_each(start_job
             messages, bundles = each.events("chunk_sent", step=step), peer.events("snapshot_received", step=step)
             assert len(messages) == 2 * len(bundles) > 0, "what a bundle has in one, and its digests in another"
             assert messages[-1]["sent"] == messages[-1]["total"]
+
+
+def sizes(worker, step):
+    """Bytes of each message of a version."""
+    sent = [event["sent"] for event in worker.events("chunk_sent", step=step)]
+    return [after - before for before, after in itertools.pairwise([0, *sent])]
+
+
+def test_messages_are_larger_once_the_link_is_known_to_be_fast(start_job):
+    """All members divide bundles the same way, also with one that has sent nothing."""
+    job = start_job(2, preset="gemini", snapshot_interval=1, **PROFILE, **FEWEST)
+    job.open_gate(12)
+    workers = job.start_all({}, "ab", kind=FastLinkWorker, model="wide", gated=True, steps=30, work=BUSY)
+    workers[0].wait_for("gate", step=12)
+    joiner = job.start("c", kind=FastLinkWorker, model="wide", steps=30, work=BUSY)
+    job.take_in(joiner, until=30)
+    assert [each.join() for each in (*workers, joiner)] == [0, 0, 0], workers[0].log()
+    check_history([*workers, joiner])
+    joined = joiner.events("recovered")[0]["step"]
+    for each in workers:
+        assert SMALLEST < max(sizes(each, step=11)) <= LARGEST
+        assert SMALLEST < max(sizes(each, step=joined)) <= LARGEST, "first copies, with the newcomer"
 
 
 @pytest.mark.long
