@@ -21,6 +21,7 @@ from evermoe.moe.expert import Expert, Product, norm_rows
 from evermoe.moe.expert_copies import PartialExperts
 from evermoe.moe.forward_turns import Manner, Turns
 from evermoe.moe.module_paths import named_parts, norm_over_rows
+from evermoe.moe.recorded_rows import feed_forward
 from evermoe.moe.shared_cast import share_cast
 from evermoe.moe.token_counts import TokenCount
 from evermoe.moe.token_exchange import (
@@ -217,7 +218,7 @@ class Experts(PartialExperts, Layer):
             outputs_NH = take_part(rows_NH, self._matrices(rows_NH.dtype))
         else:
             product = graph_ops.exchange_product(exchange, rows_NH.dtype, self._widths)
-            outputs_NH = self._feed_forward(rows_NH, product, exchange.ends_e)
+            outputs_NH = feed_forward(self, rows_NH, product, exchange.ends_e)
         sizes = exchange.sizes
         returned_NH = all_to_all(exchange.by_source(outputs_NH), sizes.received_R, sizes.sent_R, self.group)
         return ops.unpermute(returned_NH, positions_TK, weights_TK).to(x_TH.dtype)

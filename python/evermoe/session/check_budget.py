@@ -1,4 +1,4 @@
-"""How many bytes members compare in a vote, and in which votes, by the time that it takes."""
+"""Number of bytes that members compare in a vote, and the votes in which they do, by the time that it takes."""
 
 from __future__ import annotations
 

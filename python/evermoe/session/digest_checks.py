@@ -11,7 +11,6 @@ one the next pass begins.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -22,17 +21,12 @@ from torch import Tensor, nn
 
 from evermoe.comm.gather import gather_json
 from evermoe.comm.membership import MembershipManager
-from evermoe.config.membership import OnCorruption
-from evermoe.errors import CorruptState, PeerLost
-from evermoe.events import CorruptionFound
-from evermoe.events.base_event import Listener
 from evermoe.session.check_budget import CheckBudget
+from evermoe.session.finding import Finding
 from evermoe.state.rotation import Entry, Rotation, Slice
 from evermoe.state.same_everywhere import LAST_STEP
 from evermoe.state.training_state import TrainingState
 from evermoe.state.unit import LOOP_UNITS, digests_of
-
-logger = logging.getLogger(__name__)
 
 SLOTS = 8
 """Sets of holders that compare a part each in one vote."""
@@ -43,7 +37,7 @@ NUMBERS = SLOTS * FIELDS + 2
 
 
 class SharedUnits(NamedTuple):
-    """What the same ranks hold."""
+    """Units that the same ranks hold."""
 
     holders: tuple[int, ...]
     state: Rotation
@@ -57,7 +51,7 @@ class SharedUnits(NamedTuple):
 
 
 class Part(NamedTuple):
-    """What a set of holders compares in a vote."""
+    """Bytes that a set of holders compares in a vote."""
 
     shared: SharedUnits
     of_state: list[Slice]
@@ -75,40 +69,28 @@ class DigestChecks:
     Args:
         state: this member's units.
         membership: the members; its `trainer_group` has the first ranks of `everyone`.
-        policy: reaction to a difference.
         compares_gradients: whether members have equal gradients at the vote; code of the script may change them.
-        emit: listener of the session.
     """
 
-    def __init__(
-        self,
-        state: TrainingState,
-        membership: MembershipManager,
-        policy: OnCorruption,
-        *,
-        compares_gradients: bool,
-        emit: Listener,
-    ) -> None:
-        self._state, self._membership, self._emit, self.policy = state, membership, emit, policy
+    def __init__(self, state: TrainingState, membership: MembershipManager, *, compares_gradients: bool) -> None:
+        self._state, self._membership = state, membership
         self._compares_gradients = compares_gradients
         self._shared: list[SharedUnits] = []
         self._budget = CheckBudget()
         self.numbers = [0.0] * NUMBERS
-        """What this member adds to the vote."""
+        """Numbers that this member adds to the vote."""
         self._window: list[Part] = []
-        """What is compared in this step, by slot."""
+        """Parts that are compared in this step, by slot."""
         self._at = 0
         """The first of the sets of holders that compare next."""
         self._since = time.monotonic()
-        self._last_found: tuple[int, tuple[int, ...]] | None = None
-        """The latest step that was refused, and the ranks that were named."""
 
     def plan(self) -> None:
         """Begin a new pass, with the current members and placement; the same on all that train."""
         self._window, self._at, self._budget = [], 0, CheckBudget()
         self._since = time.monotonic()
         ranks = self._membership.num_trainers
-        is_compared = self.policy != "ignore" and ranks > 1 and self._membership.trainer_group.rank < ranks
+        is_compared = ranks > 1 and self._membership.role == "train"
         self._shared = shared_units(self._state, ranks, with_gradients=self._compares_gradients) if is_compared else []
 
     # ---- a vote
@@ -159,62 +141,30 @@ class DigestChecks:
 
     # ---- the result
 
-    def judge(self, step: int, sums: Sequence[float]) -> None:
-        """Refuse a step in whose vote members differ; collective if they do.
-
-        Args:
-            step: that all members have voted for.
-            sums: of the members' `numbers`.
+    def find(self, sums: Sequence[float]) -> Finding | None:
+        """Return what differs among the members by the sums of their `numbers`; collective if something does.
 
         Raises:
-            PeerLost: some members' bits differ: all recover, and repeat the step.
-            CorruptState: this member differs from the majority and must leave, or the job stops.
+            PeerLost: a member is lost.
         """
         differing = [place for place in range(SLOTS) if differ(sums[place * FIELDS : (place + 1) * FIELDS])]
-        if differing:
-            self._refuse(step, differing)
         self._budget.after(sums[-2], sums[-1])
+        return self._compare(differing) if differing else None
 
-    def _refuse(self, step: int, places: Sequence[int]) -> None:
-        everyone, nodes = self._membership.everyone, self._membership.nodes
+    def _compare(self, places: Sequence[int]) -> Finding:
+        """Compare digests of each unit's state and gradients in some slots; collective."""
         parts = [self._read(self._window[place]) for place in places] if self._window else []
         own = {name: tensors for part in parts for name, tensors in part.items()}
-        said_R = gather_json(everyone, dict(zip(own, digests_of([*own.values()]), strict=True)))
+        said_R = gather_json(self._membership.everyone, dict(zip(own, digests_of([*own.values()]), strict=True)))
         by_name: dict[str, dict[int, int]] = {}
         for rank, said in enumerate(said_R):
             for name, value in said.items():
                 by_name.setdefault(name, {})[rank] = value
         differing = {name: found for name, found in by_name.items() if len(set(found.values())) > 1} or by_name
-        ranks = tuple(sorted({rank for found in differing.values() for rank in outvoted(found)}))
+        ranks = sorted({rank for found in differing.values() for rank in outvoted(found)})
         units = sorted({name.rpartition(" ")[2] for name in differing})
-        is_repeated = self._last_found == (step, ranks)
-        self._last_found = step, ranks
-        owners = {self._state.owners.by_unit.get(unit) for unit in units}  # a recovery takes the owner's bits
-        leaves = bool(ranks) and (self.policy == "evict" or is_repeated or not owners.isdisjoint(ranks))
-        action = "stop" if self.policy == "stop" or (is_repeated and not ranks) else "evict" if leaves else "repair"
-        self._emit(CorruptionFound(step, units, list(ranks), [nodes[rank] for rank in ranks], action))
-        message = _message(step, differing, [f"{nodes[rank]} (rank {rank})" for rank in ranks])
-        if everyone.rank in (0, *ranks):
-            logger.warning("%s: %s", message, _ACTIONS[action])
-        if action == "stop" or (action == "evict" and everyone.rank in ranks):
-            raise CorruptState(message, step, units, list(ranks))
-        raise PeerLost(message)
-
-
-_ACTIONS = {
-    "repair": "the update is refused; all members compare their state, take that of the majority and repeat the step",
-    "evict": "the update is refused, and the member that differs leaves the job",
-    "stop": "the update is refused, and the job stops",
-}
-
-
-def _message(step: int, differing: Mapping[str, Mapping[int, int]], culprits: Sequence[str]) -> str:
-    """Describe a difference in one line."""
-    names = sorted(differing)
-    some = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-    holders = max(map(len, differing.values()), default=0)
-    who = " and ".join(culprits) + " against the others" if culprits else f"{holders} holders without a majority"
-    return f"members differ at step {step} in {some}: {who}"
+        owners = {self._state.owners.by_unit.get(unit) for unit in units}
+        return Finding(sorted(differing), units, ranks, can_repair=owners.isdisjoint(ranks))
 
 
 def shared_units(state: TrainingState, ranks: int, *, with_gradients: bool) -> list[SharedUnits]:

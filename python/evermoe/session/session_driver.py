@@ -81,6 +81,7 @@ class SessionDriver(RecoveryDriver):
         self._state.expert_load.forget_step()
         self.guard.begin_step()
         self._calls.begin(step.number, self._membership.generation)
+        self._checks.begin_step(step.number)
         may_send = self.guard.may_send_early
         self._protection.begin_step(step.number + 1, may_send_early=may_send)
         self._buckets.begin_step(may_send=may_send)
@@ -200,7 +201,7 @@ class SessionDriver(RecoveryDriver):
 
         Raises:
             NonFiniteLoss: names the step and the member. ValueError: some members gave counts, and others did not.
-            PeerLost, CorruptState: members differ; see `DigestChecks.judge`.
+            PeerLost, CorruptState: members differ; see `VoteChecks.judge`.
         """
         self._role_switches = int(sums.role_switches)
         is_taken = self.is_taken(sums, self._membership.everyone.size)

@@ -22,7 +22,6 @@ from evermoe.recovery.survey import Standing
 from evermoe.recovery.target import ExpertTarget
 from evermoe.session.buckets import Buckets
 from evermoe.session.commands import Event
-from evermoe.session.digest_checks import DigestChecks
 from evermoe.session.evaluations import Evaluations
 from evermoe.session.loader_watch import LoaderWatch
 from evermoe.session.loop_restore import LoopRestore
@@ -38,6 +37,7 @@ from evermoe.session.step_results import StepResults
 from evermoe.session.substitute_weights import SubstituteWeights
 from evermoe.session.training_driver import TrainingDriver
 from evermoe.session.training_inputs import TrainingInputs
+from evermoe.session.vote_checks import VoteChecks
 from evermoe.state.placement import rebalanced
 from evermoe.state.training_state import TrainingState
 from evermoe.state.version import step_of
@@ -96,7 +96,8 @@ class RecoveryDriver(TrainingDriver):
         )
         self._measures = StepMeasures(self._state, self._protection, self.saving, self._emit, counts=self._trains)
         overlaps, device = self._config.shard_optimizer == "overlap", membership.device
-        self._checks = DigestChecks(
+        self._checks = VoteChecks(
+            self._script.model,
             self._state,
             self._membership,
             self._config.membership.on_corruption,

@@ -27,7 +27,7 @@ from evermoe._native import digest
 from evermoe.events import Event
 from evermoe.optim.combined import as_one
 from evermoe.profile import Profiler, memory
-from evermoe.session import buckets
+from evermoe.session import buckets, call_checks
 from evermoe.state.unit import weight_tensors
 from support.flat_options import grouped
 from support.optimizers import make_optimizer, make_scheduler
@@ -110,6 +110,10 @@ class Options:
     """By the steps that are taken, the name of a folder to which it then writes the complete model."""
     bucket_bytes: int | None = None
     """Of gradients that are summed together during backward, instead of the session's own."""
+    wrong: str = ""
+    """The part of its model that computes wrongly: "head" or "expert"."""
+    call_share: float | None = None
+    """Part of a step that repeated calls may take, instead of the session's own."""
     free_bytes: int | None = None
     """Memory that its host has left, instead of what the system says."""
     waits_for_disk: bool = True
@@ -387,6 +391,8 @@ def write_whole(options: Options, session: evermoe.Session, record: Recorder) ->
 
 
 def train(options: Options) -> None:
+    if options.call_share is not None:
+        call_checks.SHARE = options.call_share
     if options.bucket_bytes is not None:
         buckets.BUCKET_BYTES = options.bucket_bytes
     if options.free_bytes is not None:
@@ -430,6 +436,8 @@ def _train(options: Options, record: Recorder) -> None:
         **grouped(options.session, lighthouse=options.lighthouse),
     )
     record.hook()
+    if options.wrong:
+        importlib.import_module("support.wrong_products").spoil(model, options.wrong)
     if options.compiled:
         model.compile(fullgraph=True, backend="aot_eager")
     profiler = Profiler(model, keep=options.steps)

@@ -1,4 +1,4 @@
-"""What computes or remembers wrongly: members compare digests in their votes, and refuse the update."""
+"""Bits that flip in what several members hold: their votes compare digests, and refuse the update."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_of_two_holders_neither_is_named(start_job, clean, case):
 
 
 def test_a_member_that_differs_again_leaves(start_job):
-    """What is stuck in its hardware does not go away in a recovery."""
+    """A recovery does not mend hardware."""
     stuck = [Fault("vote", FLIPPED, "flip", nth=time, where="gradient") for time in (1, 2)]
     workers = start(start_job).start_all({"b": stuck}, "abc", steps=STEPS)
     assert [each.join() for each in workers] == [0, 1, 0]

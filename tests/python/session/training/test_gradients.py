@@ -109,7 +109,7 @@ def test_numbers_are_read_together(device):
 
 def vote_on(group, ballots):
     """Return the reason why a step is refused; empty if it is not."""
-    sums = vote.cast(group, vote.Ballot(1.0, **ballots[group.rank]))
+    sums, _ = vote.cast(group, vote.Ballot(1.0, **ballots[group.rank]))
     try:
         refuse_nonfinite(sums, 5, "abc")
         refuse_mixed(sums)

@@ -1,0 +1,197 @@
+"""Calls of modules and experts that another member repeats, so that wrong products are found before the vote.
+
+    begin     a subject, a member that records its first call in the step, and one that repeats it
+    end       input, output and gradients travel from the first to the second, which computes the call again
+    vote      if results differ, a third member repeats it, too: two of three name the one that is wrong
+
+Subject and members follow from the step's number. The interval between such steps follows from the time that they take.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from evermoe.comm.gather import gather_json
+from evermoe.comm.membership import MembershipManager
+from evermoe.moe.module_paths import named_parts
+from evermoe.process.warn import warn
+from evermoe.session.finding import Finding
+from evermoe.session.recorded_call import RecordedCall, Subject, differing, from_bytes, repeat, to_bytes
+from evermoe.state.same_everywhere import LAST_STEP
+from evermoe.state.training_state import TrainingState
+from evermoe.state.unit import expert_unit
+
+SHARE = 0.002
+"""Largest part of the steps' time that repeated calls take."""
+MIN_INTERVAL, MAX_INTERVAL = 8, 4096
+"""Steps from one repeated call to the next, powers of two."""
+NUMBERS = 2
+"""Numbers of a vote: whether results differ, and the seconds of this member."""
+CALL_TAG = 0xCA11
+"""Of messages between two members."""
+
+
+class CallChecks:
+    """Repeats calls of other members.
+
+    Args:
+        model: whose modules are called.
+        state: its units.
+        membership: the members.
+    """
+
+    def __init__(self, model: nn.Module, state: TrainingState, membership: MembershipManager) -> None:
+        self._state, self._membership = state, membership
+        self._modules = dict(named_parts(model))
+        self._subjects: list[Subject] = []
+        self._interval = MIN_INTERVAL
+        self._subject: Subject | None = None
+        self._ranks: list[int] = []
+        """Ranks that record and repeat the call of this step, and one that decides between them, if there is one."""
+        self._recorded: RecordedCall | None = None
+        self._record: dict[str, Any] = {}
+        self._differing: list[str] = []
+        self.numbers = [0.0] * NUMBERS
+        """Numbers that this member adds to the vote."""
+
+    def plan(self) -> None:
+        """Begin with the current members and placement; the same on all that train."""
+        self.end()
+        self._interval, ranks = MIN_INTERVAL, self._membership.num_trainers
+        trains = self._membership.role == "train"
+        self._subjects = subjects(self._modules, self._state, ranks) if trains and ranks > 1 else []
+
+    def end(self) -> None:
+        """Stop to record a call."""
+        self._subject, self._record, self._differing = None, {}, []
+        if self._recorded is not None:
+            self._recorded.end()
+            self._recorded = None
+
+    def begin_step(self, step: int) -> None:
+        """Choose the call of a step, and record it if this member computes it."""
+        self.end()
+        self.numbers = [0.0] * NUMBERS
+        if not self._subjects or step <= LAST_STEP or step % self._interval:
+            return
+        number = step * 0x9E3779B97F4A7C15 % (1 << 64) >> 20
+        self._subject = subject = self._subjects[number % len(self._subjects)]
+        holders, first = subject.holders, number // len(self._subjects)
+        self._ranks = [holders[(first + each) % len(holders)] for each in range(min(3, len(holders)))]
+        if self._ranks[0] == self._membership.trainer_group.rank:
+            self._recorded = RecordedCall(*self._local(subject), number=first)
+
+    def _local(self, subject: Subject) -> tuple[nn.Module, int | None]:
+        if subject.expert is None:
+            return self._modules[subject.path], None
+        layer = self._state.layers[subject.path]
+        return layer, layer.ids.index(subject.expert)
+
+    # ---- the end of a step
+
+    def compute(self) -> None:
+        """Repeat the call of this step if this member is to; both members of the pair take part.
+
+        Raises:
+            PeerLost: the other one is lost.
+        """
+        if self._subject is None:
+            return
+        since = time.perf_counter()
+        if self._recorded is not None:
+            self._record, self._recorded = self._recorded.end(), None
+        self._differing = self._repeat_at(self._ranks[1])
+        self.numbers = [float(bool(self._differing)), time.perf_counter() - since]
+
+    def _repeat_at(self, rank: int) -> list[str]:
+        """Return what differs in the call as `rank` repeats it; only that rank knows."""
+        group = self._membership.trainer_group
+        if group.rank == self._ranks[0]:
+            data = to_bytes(self._record) if self._record else b""
+            group.exchange([(torch.tensor([len(data)]), rank)], [], CALL_TAG)
+            if data:
+                group.exchange([(torch.frombuffer(bytearray(data), dtype=torch.uint8), rank)], [], CALL_TAG)
+        elif group.rank == rank:
+            size = torch.zeros(1, dtype=torch.int64)
+            group.exchange([], [(size, self._ranks[0])], CALL_TAG)
+            if int(size):
+                message = torch.empty(int(size), dtype=torch.uint8)
+                group.exchange([], [(message, self._ranks[0])], CALL_TAG)
+                return self._repeat(message.numpy().tobytes())
+        return []
+
+    def _repeat(self, data: bytes) -> list[str]:
+        assert self._subject is not None
+        module, expert = self._local(self._subject)
+        record = from_bytes(data, next(module.parameters()).device)
+        try:
+            return differing(record, repeat(module, expert, record))
+        except (RuntimeError, TypeError, ValueError, AttributeError) as error:  # a check must not end the job
+            warn(f"a call of {self._subject.unit} cannot be repeated, and is not checked: {error}")
+            return []
+
+    def find(self, sums: Sequence[float], step_seconds: float) -> Finding | None:
+        """Return what differs, by the sums of the members' `numbers`; collective if something does.
+
+        Args:
+            sums: of the vote.
+            step_seconds: of all members together.
+
+        Raises:
+            PeerLost: a member is lost.
+        """
+        if sums[1] and step_seconds:
+            needed = sums[1] * self._membership.num_trainers / (SHARE * step_seconds)
+            self._interval = next((n for n in INTERVALS if n >= needed), MAX_INTERVAL)
+        return self._decide() if sums[0] else None
+
+    def _decide(self) -> Finding:
+        """Let a third member repeat the call."""
+        said: dict[str, list[str]] = {}
+        group = self._membership.trainer_group
+        if self._subject is not None:
+            if self._differing:
+                said[str(self._ranks[1])] = self._differing
+            if len(self._ranks) > 2:
+                found = self._repeat_at(self._ranks[2])
+                if group.rank == self._ranks[2]:
+                    said[str(group.rank)] = found
+            mine: Any = [self._subject.unit, self._ranks, said]
+        else:
+            mine = None  # a member that does not train
+        everyone = [each for each in gather_json(self._membership.everyone, mine) if each is not None]
+        unit, ranks = everyone[0][:2]
+        by_rank = {int(rank): names for _, _, found in everyone for rank, names in found.items()}
+        first, second = ranks[:2]
+        named = [] if len(ranks) < 3 else [first if by_rank.get(ranks[2]) else second]
+        return Finding([f"the {name} of a call of {unit}" for name in by_rank[second]], [unit], named)
+
+
+INTERVALS = [1 << power for power in range(MIN_INTERVAL.bit_length() - 1, MAX_INTERVAL.bit_length())]
+
+
+def subjects(modules: dict[str, nn.Module], state: TrainingState, ranks: int) -> list[Subject]:
+    """Return what several ranks can compute: experts with replicas, and torch's modules with weights and no children.
+
+    Other classes may have state that differs between ranks. A module that shares its weights with another is left out.
+    """
+    weights = [id(each) for module in modules.values() for each in module.parameters(recurse=False)]
+    shared = {each for each in weights if weights.count(each) > 1}
+    everyone, found = tuple(range(ranks)), []
+    for path, module in modules.items():
+        own = [*module.parameters(recurse=False)]
+        is_plain = own and type(module).__module__.startswith("torch.nn.modules.") and not [*module.children()]
+        if is_plain and any(each.requires_grad for each in own) and shared.isdisjoint(map(id, own)):
+            found.append(Subject(path or "model", path, None, everyone))
+    for path, layer in state.layers.items():
+        for expert in range(layer.num_experts):
+            holders = tuple(np.flatnonzero(layer.matrix_RE[:, expert]).tolist())
+            if len(holders) > 1 and layer.weights.requires_grad:
+                found.append(Subject(expert_unit(path, expert), path, expert, holders))
+    return found

@@ -1,0 +1,85 @@
+"""All that members check before they take a step: digests of what they share, and calls that others repeat."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from evermoe.comm.membership import MembershipManager
+from evermoe.config.membership import OnCorruption
+from evermoe.events.base_event import Listener
+from evermoe.session import call_checks, digest_checks
+from evermoe.session.call_checks import CallChecks
+from evermoe.session.digest_checks import DigestChecks
+from evermoe.session.finding import Refusals
+from evermoe.state.training_state import TrainingState
+
+
+class VoteChecks:
+    """Checks of a step before its update.
+
+    Args:
+        model: the script's.
+        state: its units.
+        membership: the members.
+        policy: reaction to a difference; `ignore`: nothing is checked.
+        compares_gradients: whether members have equal gradients at the vote; code of the script may change them.
+        emit: listener of the session.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        state: TrainingState,
+        membership: MembershipManager,
+        policy: OnCorruption,
+        *,
+        compares_gradients: bool,
+        emit: Listener,
+    ) -> None:
+        self._is_on = policy != "ignore"
+        self._digests = DigestChecks(state, membership, compares_gradients=compares_gradients)
+        self._calls = CallChecks(model, state, membership)
+        self._refusals = Refusals(membership, policy, emit)
+
+    @property
+    def numbers(self) -> list[float]:
+        """Numbers that this member adds to the vote; as many on all members."""
+        return [*self._calls.numbers, *self._digests.numbers]
+
+    def plan(self) -> None:
+        """Begin with the current members and placement of experts."""
+        if self._is_on:
+            self._calls.plan()
+            self._digests.plan()
+
+    def begin_step(self, step: int) -> None:
+        """Record a call of the step, if another member is to repeat one."""
+        self._calls.begin_step(step)
+
+    def compute(self, step: int) -> None:
+        """Compute this member's `numbers` for the vote on a step, whose reduced gradients it has.
+
+        Raises:
+            PeerLost: a member is lost.
+        """
+        self._calls.compute()
+        self._digests.compute(step)
+
+    def judge(self, step: int, sums: Sequence[float]) -> None:
+        """Refuse a step in whose vote members differ; collective if they do.
+
+        Args:
+            step: that all members have voted for.
+            sums: of the members' `numbers`.
+
+        Raises:
+            PeerLost: some members differ: all recover, and repeat the step.
+            CorruptState: this member must leave, or the job stops.
+        """
+        of_calls, of_digests = sums[: call_checks.NUMBERS], sums[call_checks.NUMBERS :]
+        assert len(of_digests) == digest_checks.NUMBERS
+        for finding in (self._digests.find(of_digests), self._calls.find(of_calls, of_digests[-1])):
+            if finding is not None:
+                self._refusals.refuse(step, finding)
