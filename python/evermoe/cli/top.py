@@ -165,8 +165,9 @@ def _table(views: Sequence[MemberView]) -> Table:
     from rich.table import Table
 
     table = Table(padding=(0, int(shutil.get_terminal_size().columns >= WIDE)))
-    for name in ("rank", "member", "source", "role", "state", "step", "s/step", "data", "behind", "sent", "recoveries"):
-        right = name in ("rank", "step", "s/step", "data", "recoveries")
+    numbers = "step", "s/step", "own s", "data"
+    for name in ("rank", "member", "source", "role", "state", *numbers, "behind", "sent", "recoveries"):
+        right = name in ("rank", *numbers, "recoveries")
         # Columns that identify a member do not wrap; on a narrow terminal the others do.
         own_line = name in ("rank", "member")
         table.add_column(name, justify="right" if right else "left", no_wrap=own_line, overflow="fold")
@@ -185,6 +186,7 @@ def _table(views: Sequence[MemberView]) -> Table:
             f"[yellow]{view.state}, silent for {_duration(silent or 0)}[/]" if is_silent else _state(view),
             _number(view.step),
             "" if view.step_seconds is None else f"{view.step_seconds:.3g}",
+            "" if view.own_seconds is None else f"{view.own_seconds:.3g}",
             "" if view.data_fraction is None else f"{view.data_fraction:.0%}",
             ", ".join(f"{kind} {steps}" for kind, steps in sorted(view.lag.items())),
             ", ".join(f"{kind} {_size(sent)}" for kind, sent in sorted(view.copied_bytes.items()) if sent),
@@ -199,6 +201,8 @@ def _name(view: MemberView) -> str:
 
 
 def _state(view: MemberView) -> str:
+    if view.state == "training" and view.slow:
+        return f"[yellow]slow: {view.slow}[/]"
     return view.state if view.state in ("training", "finished", "starting") else f"[yellow]recovers: {view.state}[/]"
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
@@ -13,6 +12,7 @@ from evermoe import _native
 from evermoe.comm.batch_read import BatchRead
 from evermoe.comm.group import Group
 from evermoe.comm.nccl import Nccl
+from evermoe.comm.own_time import OwnTime
 from evermoe.comm.reachability import Reachability
 from evermoe.comm.waits import EXCESS
 from evermoe.process.native_calls import native_call
@@ -74,7 +74,8 @@ class FailureDetector:
         self.late = ""
         """Members for which the others waited in vain in the latest group, as text for users."""
         self._is_training = self._is_waiting = False
-        self._began, self._waited = 0.0, math.inf
+        self.own_time = OwnTime()
+        """Time of the training thread, apart from its waits for others."""
         self._waited_for_me: str | None = None
         self._times_left_out = 0
         for group in self._groups:
@@ -91,7 +92,7 @@ class FailureDetector:
         self.end_watch()
         for group in self._all_groups():
             group.timed_out = False
-        self._waited = math.inf
+        self.own_time.latest_wait = math.inf
         self._epoch, self._members = epoch, dict(members)
         self._reach.set_status()
         following = list(members.items())
@@ -155,7 +156,7 @@ class FailureDetector:
             self.late = ", ".join(late)
             if late:  # they learn it from this member's probe server
                 logger.warning("waited %g s for %s: the others continue without it", self._hang_timeout, self.late)
-        elif self._waited < AT_ONCE and self._waited_for_me is None:
+        elif self.own_time.latest_wait < AT_ONCE and self._waited_for_me is None:
             self._waited_for_me = next((each for each, (_, epoch) in answers.items() if epoch == self._epoch), None)
         self.end_watch()
 
@@ -179,9 +180,9 @@ class FailureDetector:
 
     def _on_wait(self, begins: bool, has_succeeded: bool = True) -> None:
         if begins:
-            self._began = time.monotonic()
+            self.own_time.begin_wait()
         else:
-            self._waited = time.monotonic() - self._began
+            self.own_time.end_wait()
         self._is_waiting = begins
         # A member whose wait failed still counts as waiting; one that begins a wait after the others timed out is late.
         # So the status from when the group broke stays, even if another wait ends later.

@@ -29,6 +29,7 @@ from evermoe.events.step_events import (
     Send,
     Skipped,
     SlowLoader,
+    SlowMember,
     Update,
     Verified,
     Vote,
@@ -38,7 +39,7 @@ from evermoe.events.step_events import (
 __all__ = [
     "Begin", "Checkpoint", "ChunkSent", "Commit", "Confirm", "ConnectionLost", "Copy", "CorruptionFound",
     "CoverageChanged", "Damaged", "Event", "Gather", "GradientsLogged", "Joined", "Measured", "MemberLost", "Phase",
-    "ProtectionPlanned", "Recovered", "Reduce", "SampleSkipped", "Send", "Skipped", "SlowLoader",
+    "ProtectionPlanned", "Recovered", "Reduce", "SampleSkipped", "Send", "Skipped", "SlowLoader", "SlowMember",
     "SnapshotReceived", "StandsBy", "Update", "Verified", "Vote",
 ]
 # fmt: on

@@ -130,6 +130,10 @@ class Measured(Event):
     made of others meanwhile: steps with `moetion`, saves with `pec`. 0 if no expert waits; None as `plt_at_risk`."""
     data_seconds: float = 0.0
     """Part of `seconds` in which this member waited for its batch, that is, for its loader or sampler."""
+    own_seconds: float = 0.0
+    """Seconds from the previous vote to this one in which this member did not wait for others; 0 on a replica node."""
+    slow: str = ""
+    """Part by which this member is slower than the others, as `SlowMember.part`; empty if it is not."""
 
 
 @dataclass(frozen=True)
@@ -151,6 +155,30 @@ class SlowLoader(Event):
     kind: str
     """`slow`: waits have taken at least a quarter of the latest steps. `stuck`: a batch has not arrived for half of
     `hang_timeout`."""
+
+
+@dataclass(frozen=True)
+class SlowMember(Event):
+    """A member is slower than the others, which wait for it. Each member emits it, once until that one is fast again.
+
+    Compared are the seconds of each member's own work in a step, without its waits for other members, over 16 steps.
+    """
+
+    step: int
+    member: str
+    """Its unique name."""
+    node: str
+    """The machine it runs on."""
+    rank: int
+    part: str
+    """Part with most of the difference: `compute`, `loader` (its waits for its batches), `checkpoint` (its waits for
+    its own disk) or `processor` (other processes of its machine had the processors)."""
+    seconds: float
+    """Median of its own seconds a step."""
+    usual: float
+    """Median of the other members' seconds."""
+    factor: float
+    """Median of the ratios of the two: 1.2 or more."""
 
 
 @dataclass(frozen=True)

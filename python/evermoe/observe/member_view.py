@@ -62,6 +62,10 @@ class MemberView:
     """Mean seconds of the latest steps."""
     data_fraction: float | None = None
     """Part of these steps in which the member waited for its batches."""
+    own_seconds: float | None = None
+    """Mean of the seconds of these steps in which the member did not wait for others; None if it does not say."""
+    slow: str = ""
+    """Part by which it is slower than the others, as `events.SlowMember.part`; empty if it is not."""
     tokens_per_second: float | None = None
     imbalance: float | None = None
     expert_imbalance: float | None = None
@@ -136,6 +140,8 @@ def view_of(source: str, families: Iterable[Metric]) -> MemberView:
         members=integer(number("members", has_recovered)),
         step_seconds=number("recent_step_seconds", has_stepped),
         data_fraction=number("recent_data_fraction", has_stepped),
+        own_seconds=number("recent_own_seconds", bool(values.get("recent_own_seconds"))),
+        slow=next((part for part, is_on in by_label["slow"].items() if is_on), ""),
         tokens_per_second=number("recent_tokens_per_second", bool(values.get("recent_tokens_per_second"))),
         imbalance=number("imbalance", bool(values.get("imbalance"))),
         expert_imbalance=number("expert_imbalance", bool(values.get("expert_imbalance"))),

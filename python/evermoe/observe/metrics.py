@@ -24,6 +24,7 @@ from evermoe.events import (
     SampleSkipped,
     Skipped,
     SlowLoader,
+    SlowMember,
     Verified,
     Vote,
 )
@@ -62,6 +63,9 @@ METRICS = (
     _Metric("Counter", "data_seconds", "Seconds that this member waited for its batches"),
     _Metric("Gauge", "recent_data_fraction", f"Part of the latest {RECENT_STEPS} steps in which it waited for them"),
     _Metric("Counter", "slow_loader", "Times that the loader was found to be slow or stuck", ("kind",)),
+    _Metric("Gauge", "recent_own_seconds", "Mean of the seconds in which it did not wait for other members"),
+    _Metric("Gauge", "slow", "1 while it is slower than the others, mostly in this part of its work", ("part",)),
+    _Metric("Counter", "slow_member", "Times that a member was found to be slower than the others", ("member", "part")),
     _Metric("Counter", "tokens", "Tokens in the steps taken, of all members together"),
     _Metric("Gauge", "recent_tokens_per_second", f"Tokens of the latest {RECENT_STEPS} steps over their time"),
     _Metric("Gauge", "imbalance", "Tokens of the busiest member over the mean of all, in the worst layer"),
@@ -113,6 +117,9 @@ class Metrics:
     | `evermoe_data_seconds_total` | counter | seconds that this member waited for its batches |
     | `evermoe_recent_data_fraction` | gauge | part of the latest 16 steps in which it waited for them |
     | `evermoe_slow_loader_total` | counter, by `kind` | times that its loader was `slow` or `stuck`: `SlowLoader` |
+    | `evermoe_recent_own_seconds` | gauge | part of the latest 16 steps in which it did not wait for others, mean |
+    | `evermoe_slow` | gauge, by `part` | 1 while this member is slower than the others: `Measured.slow` |
+    | `evermoe_slow_member_total` | counter, by `member` and `part` | times that a member was found slow: `SlowMember` |
     | `evermoe_tokens_total` | counter | tokens in the steps taken, of all members together |
     | `evermoe_recent_tokens_per_second` | gauge | tokens of the latest 16 steps over their time |
     | `evermoe_imbalance` | gauge | tokens of the busiest member over the mean of all, in the worst layer |
@@ -175,6 +182,7 @@ class Metrics:
             CorruptionFound: lambda event: self._of["corruption"].labels(action=event.action).inc(),
             SampleSkipped: lambda event: self._of["skipped_samples"].inc(),
             SlowLoader: lambda event: self._of["slow_loader"].labels(kind=event.kind).inc(),
+            SlowMember: lambda event: self._of["slow_member"].labels(member=event.member, part=event.part).inc(),
             CoverageChanged: self._note_covered,
             MemberLost: lambda event: self._of["lost_members"].labels(kind=event.kind).inc(),
             Recovered: self._note_recovered,
@@ -217,6 +225,10 @@ class Metrics:
         self._of["data_seconds"].inc(event.data_seconds)
         waited = sum(each.data_seconds for each in self._recent)
         self._of["recent_data_fraction"].set(waited / seconds if seconds else 0.0)
+        self._of["recent_own_seconds"].set(sum(each.own_seconds for each in self._recent) / len(self._recent))
+        self._of["slow"].clear()
+        if event.slow:
+            self._of["slow"].labels(part=event.slow).set(1)
         self._of["tokens"].inc(event.tokens)
         self._of["recent_tokens_per_second"].set(tokens / seconds if seconds else 0.0)
         if event.imbalance is not None:

@@ -21,6 +21,7 @@ from evermoe.events import (
     SampleSkipped,
     Skipped,
     SlowLoader,
+    SlowMember,
     Verified,
 )
 from evermoe.process.warn import warn
@@ -43,7 +44,8 @@ class TensorBoard:
     |---|---|---|
     | `loss`, `grad_norm`, `members` | steps committed | of `Commit` |
     | `progress/samples`, `progress/tokens`, `progress/epoch` | steps committed | of `Commit`, where known |
-    | `step/seconds`, `step/data_seconds`, `step/tokens_per_second` | steps taken | of `Measured` |
+    | `step/seconds`, `step/data_seconds`, `step/own_seconds` | steps taken | of `Measured` |
+    | `step/tokens_per_second` | steps taken | of `Measured` |
     | `load/imbalance`, `load/expert_imbalance` | steps taken | of `Measured` |
     | `copies/plt_at_risk`, `copies/starvation` | steps taken | of `Measured` |
     | `copies/lag/KIND`, `copies/sent_bytes/KIND` | steps taken | of `Measured`: steps behind training; bytes so far |
@@ -51,7 +53,7 @@ class TensorBoard:
     | `recovery/PHASE`, `recovery/total` | step of resumption | seconds, of `Recovered` |
     | `recovery/steps_lost`, `recovery/tokens_lost`, `recovery/fetched_bytes` | step of resumption | of `Recovered` |
     | `skipped`, `damaged` | steps taken | updates left out, damaged copies found, so far |
-    | `slow_loader`, `skipped_samples` | steps taken | slow or stuck loaders, samples left out, so far |
+    | `slow_loader`, `slow_member`, `skipped_samples` | steps taken | what was slow, samples left out, so far |
     | `corruption` | steps taken | steps refused as members differed, so far |
 
     TensorBoard shows each folder as a run: give every member a subfolder of a common one. A step that a failure undoes
@@ -83,6 +85,7 @@ class TensorBoard:
             CorruptionFound: lambda event: self._count("corruption"),
             SampleSkipped: lambda event: self._count("skipped_samples"),
             SlowLoader: lambda event: self._count("slow_loader"),
+            SlowMember: lambda event: self._count("slow_member"),
         }
         self._step = 0
         """Number of steps taken."""
@@ -121,6 +124,7 @@ class TensorBoard:
         found = {
             "step/seconds": event.seconds,
             "step/data_seconds": event.data_seconds,
+            "step/own_seconds": event.own_seconds,
             "step/tokens_per_second": event.tokens / event.seconds if event.seconds else 0.0,
             "load/imbalance": event.imbalance,
             "load/expert_imbalance": event.expert_imbalance,

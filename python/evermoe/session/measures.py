@@ -8,12 +8,14 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
+from evermoe.comm.membership import MembershipManager
 from evermoe.copies.protection import Protection
 from evermoe.events import Measured
 from evermoe.events.base_event import Listener
 from evermoe.moe.experts import Experts
 from evermoe.planning.dispatch import imbalance
 from evermoe.session.saving import Saving
+from evermoe.session.slow_members import SlowMembers
 from evermoe.state.training_state import TrainingState
 
 IMBALANCE_EVERY = 10
@@ -25,6 +27,7 @@ class StepMeasures:
 
     Args:
         state: this member's units, and the load of the experts.
+        membership: the members.
         protection: keeps the copies.
         saving: writes the checkpoints and saves.
         emit: of the session.
@@ -32,16 +35,26 @@ class StepMeasures:
     """
 
     def __init__(
-        self, state: TrainingState, protection: Protection, saving: Saving, emit: Listener, *, counts: bool
+        self,
+        state: TrainingState,
+        membership: MembershipManager,
+        protection: Protection,
+        saving: Saving,
+        emit: Listener,
+        *,
+        counts: bool,
     ) -> None:
         self._counts = counts
         self._state, self._protection, self._saving, self._emit = state, protection, saving, emit
+        self.slow_members = SlowMembers(membership, state, emit, trains=counts)
+        """Compares this member's own time with that of the others."""
         self._since = time.monotonic()
         self._imbalances: tuple[float, float] | None = None
 
     def restart(self) -> None:
         """Begin the next step after a recovery, in which experts may have moved."""
         self._since, self._imbalances = time.monotonic(), None
+        self.slow_members.restart()
 
     def emit(self, step: int, data_seconds: float) -> float:
         """Emit the measures of a step that was taken, `data_seconds` of which this member waited for its batch.
@@ -62,9 +75,8 @@ class StepMeasures:
         risk = protection.selector.risk() if self._counts and protection.preset.may_lose_tokens else None
         at_risk, waiting = risk or (None, None)
         tokens = self._count_tokens()
-        self._emit(
-            Measured(step, seconds, tokens, imbalance, of_experts, lag, sent, gpu_bytes, at_risk, waiting, data_seconds)
-        )
+        own = data_seconds, self.slow_members.latest_seconds, self.slow_members.own_part
+        self._emit(Measured(step, seconds, tokens, imbalance, of_experts, lag, sent, gpu_bytes, at_risk, waiting, *own))
         return seconds
 
     def _count_tokens(self) -> int:

@@ -40,6 +40,7 @@ class Saving:
         emit: Listener,
     ) -> None:
         self._selector, self._ledger, self._group = protection.selector, protection.ledger, membership.trainer_group
+        self._own_time = membership.failure_detector.own_time
         self.checkpointer = Checkpointer(config.checkpoints, state, membership, emit)
         """Writes the checkpoints."""
         self.saver: UnitSaver | None = None
@@ -90,7 +91,8 @@ class Saving:
         try:
             if is_over:
                 self._drop(*self.saver.advance())
-            begun = self.saver.begin_if_due(version, self._selector.select_to_save)
+            with self._own_time.part("checkpoint"):
+                begun = self.saver.begin_if_due(version, self._selector.select_to_save)
         except PeerLost as lost:
             self._group.drop(str(lost))
             return
@@ -99,9 +101,10 @@ class Saving:
 
     def before_update(self) -> None:
         """Wait until the state may change."""
-        self.checkpointer.before_update()
-        if self.saver is not None:
-            self.saver.before_update()
+        with self._own_time.part("checkpoint"):
+            self.checkpointer.before_update()
+            if self.saver is not None:
+                self.saver.before_update()
 
     def lag(self, step: int) -> dict[str, int]:
         """Return the steps since the newest checkpoint and the newest save, after `step` steps."""
@@ -117,7 +120,9 @@ class Saving:
     def begin_if_scheduled(self, version: int) -> None:
         """Begin the checkpoint of `version` if one is scheduled for its step. It is written in the background."""
         try:
-            if self.checkpointer.begin_if_due(version):
+            with self._own_time.part("checkpoint"):
+                has_begun = self.checkpointer.begin_if_due(version)
+            if has_begun:
                 self._ledger.record_checkpoint(version)
         except PeerLost as lost:
             warn_unwritten(version, lost)
@@ -125,7 +130,8 @@ class Saving:
     def save(self, version: int, path_or_name: str | Path | None, keep: int | None) -> str | None:
         """Write a checkpoint of `version` and wait for it; None if a member was lost meanwhile. Collective."""
         try:
-            path = self.checkpointer.save(version, path_or_name, keep)
+            with self._own_time.part("checkpoint"):
+                path = self.checkpointer.save(version, path_or_name, keep)
         except PeerLost as lost:
             self._group.drop(str(lost))
             warn_unwritten(version, lost)

@@ -23,6 +23,7 @@ from evermoe.process.seeds import seeded
 from evermoe.session import gradients, step_notices
 from evermoe.session.commands import Event
 from evermoe.session.data_advance import DataAdvance
+from evermoe.session.digest_checks import NUMBERS
 from evermoe.session.reduced_gradients import ReducedGradients
 from evermoe.session.role_request import RoleRequest
 from evermoe.session.saving import warn_unwritten
@@ -207,8 +208,9 @@ class SessionDriver(RecoveryDriver):
         is_taken = self.is_taken(sums, self._membership.everyone.size)
         if is_taken and self._config.on_nonfinite == "error" and sums.loss_scale <= 1:
             gradients.refuse_nonfinite(sums, step, self._membership.nodes)
+        self._measures.slow_members.add_step(step, attached[NUMBERS:])
         if is_taken:
-            self._checks.judge(step, attached)
+            self._checks.judge(step, attached[:NUMBERS])
 
     def take(self, before: int, after: int, sums: Ballot, *, is_recalled: bool) -> None:
         """Update the state, and begin to copy it."""

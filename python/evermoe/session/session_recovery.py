@@ -94,7 +94,9 @@ class RecoveryDriver(TrainingDriver):
             Meeting(self._group, lambda: waiting_ranks(self._membership)),
             self.substitute,
         )
-        self._measures = StepMeasures(self._state, self._protection, self.saving, self._emit, counts=self._trains)
+        self._measures = StepMeasures(
+            self._state, membership, self._protection, self.saving, self._emit, counts=self._trains
+        )
         overlaps, device = self._config.shard_optimizer == "overlap", membership.device
         self._checks = VoteChecks(
             self._script.model,
@@ -147,8 +149,8 @@ class RecoveryDriver(TrainingDriver):
         return len(self._membership.nodes) > self._membership.num_trainers
 
     def attached(self) -> list[float]:
-        """Return what this member compares with others in the vote."""
-        return self._checks.numbers
+        """Return what this member compares with others in the vote: digests, and the times of its own work."""
+        return [*self._checks.numbers, *self._measures.slow_members.numbers()]
 
     # ---- membership
 

@@ -22,6 +22,7 @@ from evermoe.events import (
     SampleSkipped,
     Skipped,
     SlowLoader,
+    SlowMember,
 )
 from evermoe.observe import TensorBoard
 from evermoe.observe.listeners import from_environment
@@ -106,6 +107,7 @@ def test_the_table_of_curves_names_all(tmp_path):
         CorruptionFound(8, ["u"], [1], ["b"], "repair"),
         SampleSkipped(8, 3, 0, 17, "ValueError: damaged"),
         SlowLoader(8, "a-1", "ElasticLoader", 0.5, 0.6, "slow"),
+        SlowMember(8, "a-1", "a", 0, "compute", 0.5, 0.25, 2.0),
         Commit(7, 1.0, 3, 2, 2.5, 96, 768, 1.25),
     ):
         listener(event)

@@ -1,0 +1,150 @@
+"""Members that are slower than the others: all name them, once; metrics and the table show them."""
+
+import logging
+import time
+from itertools import chain
+from types import SimpleNamespace
+
+import pytest
+
+from evermoe.comm.own_time import PARTS, OwnTime
+from evermoe.events import Measured
+from evermoe.observe import Metrics
+from evermoe.planning.stragglers import STEPS
+from evermoe.session.slow_members import SlowMembers
+from support.worker import Fault
+
+SLOW = 0.3
+"""Seconds by which a slow member takes longer: many times as long as the others, also on a busy machine."""
+
+
+def test_a_slow_member_is_named_by_all(start_job):
+    job = start_job()
+    workers = [job.start(name, steps=10_000, slow=SLOW if name == "b" else 0.0) for name in "abc"]
+    for each in workers:
+        named = each.wait_for("slow_member")
+        assert named["member"].startswith("b-")
+        assert (named["node"], named["part"]) == ("b", "compute")
+        assert named["seconds"] > SLOW > named["usual"]
+        assert named["factor"] > 2
+    (rank,) = {each.events("slow_member")[0]["rank"] for each in workers}
+    assert rank == workers[1].events("share")[-1]["rank"]
+    step = workers[1].events("measured")[-1]["step"]
+    assert workers[1].wait_for("measured", slow="compute")["own_seconds"] > SLOW
+    workers[0].wait_for("commit", step=step + 2 * STEPS)
+    assert all(len(each.events("slow_member")) == 1 for each in workers), "it is named once"
+    assert {each["slow"] for each in workers[0].events("measured")} == {""}
+    logs = [each.log().count(f"on b (rank {rank}) is slow: its own work takes") for each in workers]
+    assert logs[1] == 1
+    assert sum(logs) == 2, "by itself, and by one of the others"
+
+
+def test_a_member_that_reads_slowly_is_named_with_its_loader(start_job):
+    """In each step of one member: `SlowLoader` names it as well, but only to itself."""
+    job = start_job()
+    faults = {"c": [Fault("read", None, "slow", nth, seconds=SLOW) for nth in range(1, 200)]}
+    workers = job.start_all(faults, steps=10_000)
+    for each in workers:
+        assert each.wait_for("slow_member")["part"] == "loader"
+
+
+class Job:
+    """Times of three members, whose result rank 0 sees."""
+
+    def __init__(self, rank=0):
+        ids = {name: {} for name in ("a-1", "b-1", "c-1")}
+        group = SimpleNamespace(rank=rank)
+        self.membership = SimpleNamespace(
+            members=ids,
+            nodes=list("abc"),
+            num_trainers=3,
+            everyone=group,
+            id=list(ids)[rank],
+            failure_detector=SimpleNamespace(own_time=OwnTime()),
+        )
+        self.seen, self.step = [], 0
+        self.slow = SlowMembers(self.membership, None, self.seen.append, trains=False)
+
+    def add(self, steps, **parts_of_c):
+        for _ in range(steps):
+            rows = [[0.1, 0.0, 0.0, 0.0] for _ in "abc"]
+            for part, seconds in parts_of_c.items():
+                rows[2][PARTS.index(part)] += seconds
+            self.slow.add_step(self.step, [*chain(*rows), *[0.0] * len(PARTS)])  # the last of a replica node
+            self.step += 1
+
+    @property
+    def parts(self):
+        return [event.part for event in self.seen]
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_the_part_with_the_difference(part):
+    job = Job()
+    job.add(STEPS + 1, **{part: 0.06})
+    assert job.parts == [part]
+
+
+def test_a_member_without_a_processor_must_be_slower_to_be_named():
+    job = Job()
+    job.add(4 * STEPS, processor=0.04)
+    assert job.parts == []
+    job.add(2 * STEPS, compute=0.04)
+    assert job.parts == ["compute"]
+
+
+def test_a_member_that_was_slow_is_named_again_if_it_is_again(caplog):
+    job = Job()
+    with caplog.at_level(logging.WARNING, "evermoe"):
+        job.add(3 * STEPS, compute=0.1)
+        job.add(2 * STEPS)
+        assert job.slow.slow == {}
+        job.add(2 * STEPS, loader=0.1)
+    assert job.parts == ["compute", "loader"]
+    said = [record.getMessage().split(":")[0] for record in caplog.records]
+    assert said == ["c-1 on c (rank 2) is slow", "c-1 is as fast as the others again", "c-1 on c (rank 2) is slow"]
+
+
+def test_a_recovery_begins_to_compare_again_and_forgets_who_is_gone():
+    job = Job(rank=2)
+    job.add(STEPS, compute=0.1)
+    job.slow.restart()
+    job.add(2, compute=0.1)
+    assert job.parts == []
+    job.add(STEPS, compute=0.1)
+    assert job.slow.own_part == "compute"
+    del job.membership.members["c-1"]
+    job.slow.restart()
+    assert job.slow.own_part == ""
+
+
+def test_own_time_has_no_waits_for_others():
+    own = OwnTime()
+    own.restart()
+    time.sleep(0.05)
+    own.begin_wait()
+    time.sleep(0.2)
+    own.end_wait()
+    with own.part("checkpoint"):
+        own.begin_wait()
+        time.sleep(0.2)
+        own.end_wait()
+        time.sleep(0.1)
+    found = dict(zip(PARTS, own.seconds(), strict=True))
+    assert found["compute"] >= 0.04
+    assert found["checkpoint"] >= 0.09
+    waited = own.latest_wait
+    assert waited >= 0.2
+    own.restart()
+    assert sum(own.seconds()) < waited, "the next step has none of it"
+
+
+def test_metrics():
+    metrics = Metrics()
+    metrics(Measured(7, 0.5, 8, None, None, {}, {}, own_seconds=0.25, slow="compute"))
+    value = metrics.registry.get_sample_value
+    assert value("evermoe_recent_own_seconds") == 0.25
+    assert value("evermoe_slow", {"part": "compute"}) == 1
+    metrics(Measured(8, 0.5, 8, None, None, {}, {}, own_seconds=0.75))
+    assert value("evermoe_recent_own_seconds") == 0.5
+    assert value("evermoe_slow", {"part": "compute"}) is None
