@@ -186,7 +186,8 @@ def subjects(modules: dict[str, nn.Module], state: TrainingState, ranks: int) ->
     everyone, found = tuple(range(ranks)), []
     for path, module in modules.items():
         own = [*module.parameters(recurse=False)]
-        is_plain = own and type(module).__module__.startswith("torch.nn.modules.") and not [*module.children()]
+        is_plain = bool(own) and type(module).__module__.startswith("torch.nn.modules.") and not [*module.children()]
+        is_plain = is_plain and getattr(module, "max_norm", None) is None  # such an embedding changes its weights
         if is_plain and any(each.requires_grad for each in own) and shared.isdisjoint(map(id, own)):
             found.append(Subject(path or "model", path, None, everyone))
     for path, layer in state.layers.items():

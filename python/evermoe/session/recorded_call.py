@@ -40,8 +40,8 @@ class RecordedCall:
     """Records the first call of a subject in a step: its input and output, and their gradients and those of weights.
 
     If they are larger than `MAX_BYTES`, some rows are recorded, without the weights' gradients, which are of all rows.
-    Nothing is recorded inside of `torch.compile`, where the module has other arguments than one tensor, or in a forward
-    without gradients.
+    Nothing is recorded inside of `torch.compile` or a CUDA graph, where the module has other arguments than one tensor,
+    or in a forward without gradients.
 
     Args:
         module: the subject's, or the layer of the expert.
@@ -82,7 +82,7 @@ class RecordedCall:
 
     def _begins(self, tensor: Tensor) -> bool:
         """Count a call; return whether it is recorded."""
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or (tensor.is_cuda and torch.cuda.is_current_stream_capturing()):
             return False
         self._calls += 1
         kind = tensor.device.type
