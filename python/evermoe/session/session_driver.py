@@ -23,7 +23,6 @@ from evermoe.process.seeds import seeded
 from evermoe.session import gradients, step_notices
 from evermoe.session.commands import Event
 from evermoe.session.data_advance import DataAdvance
-from evermoe.session.digest_checks import NUMBERS
 from evermoe.session.reduced_gradients import ReducedGradients
 from evermoe.session.role_request import RoleRequest
 from evermoe.session.saving import warn_unwritten
@@ -195,10 +194,9 @@ class SessionDriver(RecoveryDriver):
         )
 
     def tallied(self, step: int, sums: Ballot, attached: Sequence[float]) -> None:
-        """End the job on all members if the step would be taken with a loss or gradient that is not finite.
+        """End the job if the step would be taken with a loss or gradient that is not finite.
 
-        A smaller loss scale may help where it is above 1: then the update is left out. The step is refused if members
-        differ in what must be the same.
+        Where a smaller loss scale may help, the update is left out. If members differ, the step is refused.
 
         Raises:
             NonFiniteLoss: names the step and the member. ValueError: some members gave counts, and others did not.
@@ -208,9 +206,9 @@ class SessionDriver(RecoveryDriver):
         is_taken = self.is_taken(sums, self._membership.everyone.size)
         if is_taken and self._config.on_nonfinite == "error" and sums.loss_scale <= 1:
             gradients.refuse_nonfinite(sums, step, self._membership.nodes)
-        self._measures.slow_members.add_step(step, attached[NUMBERS:])
+        compared = self._measures.slow_members.take_step(step, attached)
         if is_taken:
-            self._checks.judge(step, attached[:NUMBERS])
+            self._checks.judge(step, compared)
 
     def take(self, before: int, after: int, sums: Ballot, *, is_recalled: bool) -> None:
         """Update the state, and begin to copy it."""

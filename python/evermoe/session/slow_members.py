@@ -97,6 +97,12 @@ class SlowMembers:
         """All of this member's own seconds, as of the latest vote."""
         return sum(self._own_time.latest)
 
+    def take_step(self, step: int, attached: Sequence[float]) -> Sequence[float]:
+        """Add a step whose sums are the last numbers that the vote had `attached`; return the numbers before them."""
+        own = len(attached) - self._membership.everyone.size * len(PARTS)
+        self.add_step(step, attached[own:])
+        return attached[:own]
+
     def add_step(self, step: int, sums: Sequence[float]) -> None:
         """Add the seconds of a step, the sums of all members' `numbers`, and begin to measure the next one."""
         self._own_time.restart()
