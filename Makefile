@@ -41,7 +41,7 @@ export PYO3_PYTHON := $(CURDIR)/$(BIN)/python
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup package demo test test-rust test-python test-all test-rust-rest test-python-rest test-long test-failures test-torch check lint fmt kernels bench test-gpu bench-gpu gpu-contact gpu-node wheel check-wheel release coverage docs evidence clean
+.PHONY: help setup package demo test test-rust test-python test-all test-rust-rest test-python-rest test-long test-failures campaign test-torch check lint fmt kernels bench test-gpu bench-gpu gpu-contact gpu-node wheel check-wheel release coverage docs evidence clean
 
 help: ## List the commands
 	@awk -F':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -103,6 +103,9 @@ test-long: package $(S3_SERVER) $(AZURE_SERVER) ## All tests that need no GPU, r
 
 test-failures: package ## Check 200 random failure schedules over all presets by the records of the workers: an hour
 	$(BIN)/python tests/python/support/schedules.py --runs 200
+
+campaign: package ## Inject faults of each kind in real jobs under each preset, and count what is found, named and lost: half an hour
+	$(BIN)/python tests/python/support/campaign.py --markdown out/campaign.md
 
 $(MUTANTS):
 	cargo install --quiet --locked --root target/tools cargo-mutants@$(MUTANTS_VERSION)
