@@ -13,6 +13,7 @@ from evermoe.options import MAX_SECONDS, MIN_SECONDS, Options, check_name, optio
 Role = Literal["train", "replica", "spare"]
 Carrier = Literal["tcp", "ucx"]
 OnCorruption = Literal["repair", "evict", "stop", "ignore"]
+OnSlow = Literal["warn", "evict"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +76,11 @@ class Membership(Options):
     names the member that differs. `repair`: all take the state of the majority and repeat the step; a member that
     differs again leaves. `evict`: it leaves at once, with `CorruptState`. `stop`: all raise `CorruptState`. `ignore`:
     compare nothing."""
+    on_slow: OnSlow = option("warn", shared=True)
+    """Action where a member of a session is named as slower than the others (`SlowMember`). `warn`: none but the names.
+    `evict`: it leaves after the next step, which nobody repeats, and its process ends as on SIGTERM (code 143). This
+    happens among three members or more, and only if the others are faster without it: with n members, it takes more
+    than n / (n - 1) times as long as they do."""
     join_interval: int = option(5, shared=True, least=1)
     """Steps between checks for new members, in the background."""
     join_wait: float = option(0.0, shared=True, least=0, most=MAX_SECONDS)

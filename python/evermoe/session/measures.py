@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evermoe.comm.membership import MembershipManager
+from evermoe.config.membership import OnSlow
 from evermoe.copies.protection import Protection
 from evermoe.events import Measured
 from evermoe.events.base_event import Listener
@@ -31,6 +32,7 @@ class StepMeasures:
         protection: keeps the copies.
         saving: writes the checkpoints and saves.
         emit: of the session.
+        on_slow: action where a member is slow.
         counts: whether this member knows the tokens of experts; False on a replica node.
     """
 
@@ -41,12 +43,13 @@ class StepMeasures:
         protection: Protection,
         saving: Saving,
         emit: Listener,
+        on_slow: OnSlow,
         *,
         counts: bool,
     ) -> None:
         self._counts = counts
         self._state, self._protection, self._saving, self._emit = state, protection, saving, emit
-        self.slow_members = SlowMembers(membership, state, emit, trains=counts)
+        self.slow_members = SlowMembers(membership, state, emit, on_slow, trains=counts)
         """Compares this member's own time with that of the others."""
         self._since = time.monotonic()
         self._imbalances: tuple[float, float] | None = None

@@ -59,8 +59,14 @@ class PreemptionHandler:
             if self._timer is not None:
                 self._timer.cancel()
 
+    def evict(self) -> None:
+        """Leave after the step as on SIGTERM, without a time limit. No-op after a signal."""
+        if self._came is None:
+            self._came = signal.SIGTERM
+            self._leave()
+
     def obey(self) -> None:
-        """End the process of a member that has left its job, if a signal has requested it.
+        """End the process of a member that has left its job, if a signal or `evict` has requested it.
 
         Raises:
             SystemExit: one has.

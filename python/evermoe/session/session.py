@@ -295,6 +295,8 @@ class Session(BetweenSteps):
         self._protocol.vote(ballot)
         if is_taken := self._driver.taken > before:
             self._driver.saving.begin_if_scheduled(self.version)
+        if self._driver.must_leave:
+            self._preemption.evict()
         return is_taken
 
     def _fail(self, failure: BaseException | None) -> None:

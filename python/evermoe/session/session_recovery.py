@@ -95,7 +95,13 @@ class RecoveryDriver(TrainingDriver):
             self.substitute,
         )
         self._measures = StepMeasures(
-            self._state, membership, self._protection, self.saving, self._emit, counts=self._trains
+            self._state,
+            membership,
+            self._protection,
+            self.saving,
+            self._emit,
+            joining.on_slow,
+            counts=self._trains,
         )
         overlaps, device = self._config.shard_optimizer == "overlap", membership.device
         self._checks = VoteChecks(
@@ -147,6 +153,11 @@ class RecoveryDriver(TrainingDriver):
     def has_replica_nodes(self) -> bool:
         """Whether some members do not train."""
         return len(self._membership.nodes) > self._membership.num_trainers
+
+    @property
+    def must_leave(self) -> bool:
+        """Whether this member is to leave, as it is slower than the others."""
+        return self._measures.slow_members.must_leave
 
     def attached(self) -> list[float]:
         """Return what this member compares with others in the vote: digests, and the times of its own work."""

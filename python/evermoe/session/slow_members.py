@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from evermoe.comm.membership import MembershipManager
 from evermoe.comm.own_time import PARTS
+from evermoe.config.membership import OnSlow
 from evermoe.events import SlowMember
 from evermoe.events.base_event import Listener
 from evermoe.planning.stragglers import (
@@ -31,6 +32,8 @@ from evermoe.state.training_state import TrainingState
 
 logger = logging.getLogger(__name__)
 
+MIN_MEMBERS = 3
+"""Members from which on a slow one may have to leave."""
 CHECKS = 2
 """Steps between two searches for slow members."""
 
@@ -59,10 +62,16 @@ class SlowMembers:
         membership: the members.
         state: knows the load of the experts.
         emit: of the session.
+        policy: action where a member is slow.
         trains: whether this member trains, and knows that load.
     """
 
-    def __init__(self, membership: MembershipManager, state: TrainingState, emit: Listener, *, trains: bool) -> None:
+    def __init__(
+        self, membership: MembershipManager, state: TrainingState, emit: Listener, policy: OnSlow, *, trains: bool
+    ) -> None:
+        self._policy = policy
+        self.must_leave = False
+        """Whether this member is to leave its job, as it is slow."""
         self._membership, self._state, self._emit, self._trains = membership, state, emit, trains
         self._own_time = membership.failure_detector.own_time
         self._rows: deque[Sequence[Sequence[float]]] = deque(maxlen=HISTORY)
@@ -135,12 +144,14 @@ class SlowMembers:
                     self._name(step, ids[found.rank], part, found)
 
     def _name(self, step: int, member: str, part: str, found: Straggler) -> None:
-        node = self._membership.nodes[found.rank]
+        node, members = self._membership.nodes[found.rank], self._membership.num_trainers
+        leaves = self._policy == "evict" and members >= MIN_MEMBERS and found.factor > members / (members - 1)
+        self.must_leave = self.must_leave or (leaves and member == self._membership.id)
         self._emit(SlowMember(step, member, node, found.rank, part, found.seconds, found.usual, found.factor))
         if self._is_to_log(found.rank):
             logger.warning(
                 "%s on %s (rank %d) is slow: its own work takes %.3g s a step and that of the others %.3g s, so that "
-                "they wait for it (%.2f times, median of %d steps). Most of the difference is in: %s",
+                "they wait for it (%.2f times, median of %d steps). Most of the difference is in: %s%s",
                 member,
                 node,
                 found.rank,
@@ -149,6 +160,7 @@ class SlowMembers:
                 found.factor,
                 STEPS,
                 part,
+                ". It leaves the job (on_slow)" if leaves else "",
             )
 
     def _is_to_log(self, rank: int) -> bool:

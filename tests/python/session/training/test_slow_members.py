@@ -12,8 +12,11 @@ from evermoe.events import Measured
 from evermoe.observe import Metrics
 from evermoe.planning.stragglers import STEPS
 from evermoe.session.slow_members import SlowMembers
+from support.history import check_history
 from support.worker import Fault
 
+EVICTED = 120.0
+"""Seconds for 200 steps of a job."""
 SLOW = 0.3
 """Seconds by which a slow member takes longer: many times as long as the others, also on a busy machine."""
 
@@ -48,10 +51,33 @@ def test_a_member_that_reads_slowly_is_named_with_its_loader(start_job):
         assert each.wait_for("slow_member")["part"] == "loader"
 
 
+def test_a_slow_member_leaves_if_it_shall(start_job):
+    """No step is repeated, its process ends as on a notice, and the others continue."""
+    job = start_job(on_slow="evict")
+    a, b, c = [job.start(name, steps=200, slow=SLOW if name == "b" else 0.0) for name in "abc"]
+    assert [each.join(EVICTED) for each in (b, a, c)] == [143, 0, 0]
+    named = a.wait_for("slow_member")["step"]
+    left = a.wait_for("commit", members=2)["step"]
+    assert named < left <= named + 3
+    assert [each["kind"] for each in a.events("member_lost")] == ["left"]
+    assert a.events("recovered")[-1]["steps_undone"] == 0
+    assert "It leaves the job (on_slow)" in b.log()
+    check_history([a, b, c], away="b")
+
+
+@pytest.mark.parametrize(("factor", "leaves"), [(1.4, False), (1.6, True)])
+def test_it_leaves_only_if_the_others_are_faster_without_it(factor, leaves):
+    """Of three members: two do in 1.5 times the time what three do."""
+    job = Job(rank=2, policy="evict")
+    job.add(STEPS + 1, compute=0.1 * (factor - 1))
+    assert job.parts == ["compute"]
+    assert job.slow.must_leave == leaves
+
+
 class Job:
     """Times of three members, whose result rank 0 sees."""
 
-    def __init__(self, rank=0):
+    def __init__(self, rank=0, policy="warn"):
         ids = {name: {} for name in ("a-1", "b-1", "c-1")}
         group = SimpleNamespace(rank=rank)
         self.membership = SimpleNamespace(
@@ -63,7 +89,7 @@ class Job:
             failure_detector=SimpleNamespace(own_time=OwnTime()),
         )
         self.seen, self.step = [], 0
-        self.slow = SlowMembers(self.membership, None, self.seen.append, trains=False)
+        self.slow = SlowMembers(self.membership, None, self.seen.append, policy, trains=False)
 
     def add(self, steps, **parts_of_c):
         for _ in range(steps):
