@@ -2,28 +2,14 @@
 
 from __future__ import annotations
 
-import math
 import threading
 import weakref
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from evermoe.events import (
-    Commit,
-    CorruptionFound,
-    CoverageChanged,
-    Damaged,
-    Event,
-    Measured,
-    Recovered,
-    SampleSkipped,
-    Skipped,
-    SlowLoader,
-    SlowMember,
-    Verified,
-)
+from evermoe.events import Event, Verified
+from evermoe.observe.curves import Curves
 from evermoe.process.warn import warn
 
 if TYPE_CHECKING:
@@ -75,31 +61,15 @@ class TensorBoard:
         self._writer: SummaryWriter | None = SummaryWriter(str(folder), max_queue=UNBOUNDED, flush_secs=FLUSH_SECONDS)
         self._end = weakref.finalize(self, _close, self._writer)
         """Closes the file at the end of the process at the latest."""
-        self._notes: dict[type[Event], Callable[[Any], dict[str, float]]] = {
-            Commit: _note_commit,
-            Measured: self._note_measured,
-            CoverageChanged: _note_covered,
-            Recovered: self._note_recovered,
-            Skipped: lambda event: self._count("skipped"),
-            Damaged: lambda event: self._count("damaged"),
-            CorruptionFound: lambda event: self._count("corruption"),
-            SampleSkipped: lambda event: self._count("skipped_samples"),
-            SlowLoader: lambda event: self._count("slow_loader"),
-            SlowMember: lambda event: self._count("slow_member"),
-        }
-        self._step = 0
-        """Number of steps taken."""
-        self._counts: dict[str, int] = {}
+        self._curves = Curves()
         self._lock = threading.Lock()
         """Held during writes, as events come from several threads."""
 
     def __call__(self, event: Event) -> None:
         """Add a point to the curves of an event."""
-        note = self._notes.get(type(event))
+        step, values = self._curves.points(event)
         with self._lock:
-            if note is not None and self._writer is not None:
-                values = note(event)
-                step = event.step + 1 if isinstance(event, Commit) else self._step
+            if self._writer is not None:
                 try:
                     for name, value in values.items():
                         self._writer.add_scalar(name, value, step)
@@ -114,50 +84,6 @@ class TensorBoard:
         with self._lock:
             self._writer = None
         self._end()
-
-    def _count(self, name: str) -> dict[str, float]:
-        self._counts[name] = self._counts.get(name, 0) + 1
-        return {name: self._counts[name]}
-
-    def _note_measured(self, event: Measured) -> dict[str, float]:
-        self._step = event.step + 1
-        found = {
-            "step/seconds": event.seconds,
-            "step/data_seconds": event.data_seconds,
-            "step/own_seconds": event.own_seconds,
-            "step/tokens_per_second": event.tokens / event.seconds if event.seconds else 0.0,
-            "load/imbalance": event.imbalance,
-            "load/expert_imbalance": event.expert_imbalance,
-            "copies/plt_at_risk": event.plt_at_risk,
-            "copies/starvation": event.starvation,
-        }
-        found |= {f"copies/lag/{kind}": steps for kind, steps in event.lag.items()}
-        found |= {f"copies/sent_bytes/{kind}": nbytes for kind, nbytes in event.sent_bytes.items()}
-        return {name: value for name, value in found.items() if value is not None}
-
-    def _note_recovered(self, event: Recovered) -> dict[str, float]:
-        self._step = event.step
-        found: dict[str, float] = {f"recovery/{phase}": seconds for phase, seconds in event.seconds.items()}
-        return found | {
-            "recovery/total": sum(event.seconds.values()),
-            "recovery/steps_lost": event.steps_lost,
-            "recovery/tokens_lost": sum(event.lost_tokens.values()),
-            "recovery/fetched_bytes": event.fetched_bytes,
-        }
-
-
-def _note_commit(event: Commit) -> dict[str, float]:
-    found = {"loss": event.loss, "grad_norm": event.grad_norm, "members": event.members}
-    progress = {"samples": event.samples, "tokens": event.tokens, "epoch": event.epoch}
-    return found | {f"progress/{name}": value for name, value in progress.items() if value and not math.isnan(value)}
-
-
-def _note_covered(event: CoverageChanged) -> dict[str, float]:
-    return {
-        "survives/one_node": event.survives_one,
-        "survives/two_nodes": event.survives_two,
-        "survives/fatal_losses": len(event.fatal),
-    }
 
 
 def _close(writer: SummaryWriter) -> None:
