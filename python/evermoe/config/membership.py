@@ -74,8 +74,8 @@ class Membership(Options):
     """Action where members of a session that must hold the same bits differ. In each vote they compare digests of a
     part of the state and the gradients, and refuse the update if these are not equal; of three or more, the majority
     names the member that differs. `repair`: all take the state of the majority and repeat the step; a member that
-    differs again leaves. `evict`: it leaves at once, with `CorruptState`. `stop`: all raise `CorruptState`. `ignore`:
-    compare nothing."""
+    differs again in this step, or in a third one, leaves. `evict`: it leaves at once, with `CorruptState`. `stop`: all
+    raise `CorruptState`. `ignore`: compare nothing."""
     on_slow: OnSlow = option("warn", shared=True)
     """Action where a member of a session is named as slower than the others (`SlowMember`). `warn`: none but the names.
     `evict`: it leaves after the next step, which nobody repeats, and its process ends as on SIGTERM (code 143). This

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple, NoReturn
 
@@ -13,6 +14,9 @@ from evermoe.events import CorruptionFound
 from evermoe.events.base_event import Listener
 
 logger = logging.getLogger(__name__)
+
+MAX_TIMES = 3
+"""Refused steps after which a member that each of them names must leave."""
 
 ACTIONS = {
     "repair": "the update is refused; all members compare their state, take that of the majority and repeat the step",
@@ -46,6 +50,8 @@ class Refusals:
         self._membership, self._policy, self._emit = membership, policy, emit
         self._last: tuple[int, list[int]] | None = None
         """The latest step that was refused, and the members that were named."""
+        self._times: Counter[str] = Counter()
+        """Number of refused steps in which each member was named, by id."""
 
     def refuse(self, step: int, finding: Finding) -> NoReturn:
         """Refuse a step.
@@ -54,12 +60,14 @@ class Refusals:
             PeerLost: all recover and repeat the step, without this member if it is evicted.
             CorruptState: this member leaves, or the job stops.
         """
-        nodes, ranks = self._membership.nodes, finding.ranks
+        nodes, ids, ranks = self._membership.nodes, [*self._membership.members], finding.ranks
         is_repeated, self._last = self._last == (step, ranks), (step, ranks)
+        self._times.update(ids[rank] for rank in ranks)
+        is_usual = any(self._times[ids[rank]] >= MAX_TIMES for rank in ranks)
         action = "repair"
         if self._policy == "stop" or (is_repeated and not ranks):
             action = "stop"
-        elif ranks and (self._policy == "evict" or is_repeated or not finding.can_repair):
+        elif ranks and (self._policy == "evict" or is_repeated or is_usual or not finding.can_repair):
             action = "evict"
         self._emit(CorruptionFound(step, finding.units, ranks, [nodes[rank] for rank in ranks], action))
         some = ", ".join(finding.names[:4]) + (f" and {len(finding.names) - 4} more" if len(finding.names) > 4 else "")

@@ -89,6 +89,16 @@ def test_a_member_that_differs_again_leaves(start_job):
     check_history(workers)
 
 
+def test_a_member_that_differs_in_a_third_step_leaves(start_job):
+    flips = [Fault("begin", step, "flip", where="moment") for step in (FLIPPED, 2 * FLIPPED, 3 * FLIPPED)]
+    workers = start(start_job).start_all({"b": flips}, "abc", steps=3 * FLIPPED + 3)
+    assert [each.join() for each in workers] == [0, 1, 0]
+    for each in workers:
+        actions = [event["action"] for event in each.events("corruption_found")]
+        assert actions == ["repair", "repair", "evict"]
+    check_history(workers, repaired="b")
+
+
 @pytest.mark.parametrize(("policy", "codes"), {"evict": [0, 1, 0], "stop": [1, 1, 1]}.items())
 def test_policies(start_job, policy, codes):
     job = start(start_job, on_corruption=policy)
