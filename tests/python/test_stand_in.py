@@ -41,6 +41,7 @@ CASES = {
     "groups over NCCL": (RANDOM, ["comm/test_nccl_groups.py"], ""),
     "aborts of NCCL": (RANDOM, ["comm/test_nccl_aborts.py"], ""),
     "sessions over NCCL": (LATE, ["session/training/test_several_gpus.py"], ""),
+    "costs of a step": (LATE, ["session/training/test_step_costs.py"], ""),
     "a pipeline": (LATE, ["pipeline/test_pipeline_on_gpu.py"], "(1F1B and under_way) or told"),
 }
 IN_LONG = (

@@ -93,7 +93,7 @@ def test_the_host_waits_once_for_loss_norms_and_whether_all_is_finite(clip, coun
 
 def vote_of(group):
     before = group.begun.count
-    sums = vote.cast(group, vote.Ballot(votes=1.0, loss=0.5 + group.rank))
+    sums, _ = vote.cast(group, vote.Ballot(votes=1.0, loss=0.5 + group.rank))
     return {"collectives": group.begun.count - before, "votes": sums.votes, "loss": sums.loss}
 
 

@@ -178,55 +178,53 @@ class ExpertReducer:
                 receive[host] += part.elements * (host != group.rank)
         wire = functools.reduce(torch.promote_types, (gradient.dtype for gradient in gradients))
         theirs = [part for parts in each.theirs for part in parts]
-        outgoing = torch.empty(sum(send), dtype=wire, device=gradients[0].device)
-        lengths = [part.elements for part in theirs]
-        for part, share in zip(theirs, outgoing.split(lengths), strict=True):
-            share.view(part.rows, -1).copy_(part.of(gradients))
+        outgoing = _joined([part.of(gradients) for part in theirs], gradients[0].new_empty(0)).to(wire)
         incoming = group.all_to_all(outgoing, send, receive)
-        totals = self._sum(each.mine, incoming.split(receive), gradients, group.rank)
-        returned = group.all_to_all(incoming, receive, send)
-        return [*totals, *zip(theirs, returned.split(lengths), strict=True)]
+        totals, back = self._sum(each.mine, incoming.split(receive), gradients, group.rank)
+        returned = group.all_to_all(back, receive, send)
+        return [*totals, *zip(theirs, returned.split([part.elements for part in theirs]), strict=True)]
 
     @staticmethod
     def _sum(
         mine: Sequence[tuple[Slice, list[int]]], incoming: Sequence[Tensor], gradients: Sequence[Tensor], rank: int
-    ) -> list[tuple[Slice, Tensor]]:
-        """Sum the shards of this rank in rank order, at least in float32; return them.
+    ) -> tuple[list[tuple[Slice, Tensor]], Tensor]:
+        """Sum the shards of this rank in rank order, at least in float32; return them, and what each rank is to get.
 
-        Each sum also replaces the shares of which it is made in `incoming`, which thus holds what each rank is to get.
-        Where no type is converted it is made in one of them: a sum of two has the same bits in either order.
+        The launches on a GPU do not grow with the number of shards: first shares are summed with second ones, then
+        with third ones, all shards together. Shards with many hosts come first, so that those left are a prefix.
         """
         cursor = [0] * len(incoming)
-        totals: list[tuple[Slice, Tensor]] = []
+        shares: list[list[Tensor]] = []
         for part, hosts in mine:
-            own, length = part.of(gradients), part.elements
-            received = []
+            shares.append([])
             for host in hosts:
-                if host != rank:
-                    received.append(incoming[host][cursor[host] : cursor[host] + length].view_as(own))
-                    cursor[host] += length
-            shares = received.copy()
-            shares.insert(hosts.index(rank), own)
-            wide = torch.promote_types(own.dtype, torch.float32)
-            if wide == received[0].dtype == own.dtype:
-                total = torch.add(shares[0], shares[1], out=received[0])
-            else:
-                total = shares[0].to(wide) + shares[1]
-            for share in shares[2:]:
-                total.add_(share)
-            rounded = total.to(own.dtype)
-            for share in received:
-                if share is not rounded:
-                    share.copy_(rounded)
-            totals.append((part, rounded))
-        return totals
+                at, cursor[host] = cursor[host], cursor[host] + part.elements * (host != rank)
+                shares[-1].append(part.of(gradients) if host == rank else incoming[host][at : cursor[host]])
+        order = sorted(range(len(mine)), key=lambda each: -len(shares[each]))
+        none = incoming[0][:0]
+        total = _joined([shares[each][0] for each in order], none)
+        total = total.to(torch.promote_types(total.dtype, torch.float32))
+        for number in range(1, len(shares[order[0]]) if order else 0):
+            more = _joined([shares[each][number] for each in order if len(shares[each]) > number], none)
+            total[: len(more)].add_(more)
+        rounded = total.to(none.dtype).split([mine[each][0].elements for each in order])
+        sums = dict(zip(order, rounded, strict=True))
+        receivers = [host for host in range(len(incoming)) if host != rank]
+        back = [sums[each] for host in receivers for each, (_, hosts) in enumerate(mine) if host in hosts]
+        return [(part, sums[each]) for each, (part, _) in enumerate(mine)], _joined(back, none)
+
+
+def _joined(tensors: Sequence[Tensor], none: Tensor) -> Tensor:
+    """Return the elements of tensors one after the other, `[n]`; `none` if there are none."""
+    return torch.cat([each.reshape(-1) for each in tensors]) if tensors else none
 
 
 def write_parts(sums: Iterable[tuple[Slice, Tensor]], gradients: Sequence[Tensor]) -> None:
-    """Write sums of parts into the gradients `[e, row]` of their layers."""
-    for part, total in sums:
-        target = part.of(gradients)
-        target.copy_(total.view_as(target))
+    """Write sums of parts into the gradients `[e, row]` of their layers; on a GPU in one launch."""
+    pairs = [(part.of(gradients), total) for part, total in sums]
+    targets = [target.reshape(-1) if target.is_contiguous() else target for target, _ in pairs]
+    if pairs:
+        torch._foreach_copy_(targets, [total.view_as(to) for to, (_, total) in zip(targets, pairs, strict=True)])
 
 
 def _append(parts: list[Slice], part: Slice) -> None:
@@ -345,8 +343,10 @@ def _pieces(flat: Sequence[Tensor], room: int) -> Iterator[list[Tensor]]:
 
 
 def _fill(pieces: Sequence[Tensor], values: Tensor) -> None:
-    for piece, part in zip(pieces, values.split([len(piece) for piece in pieces]), strict=True):
-        piece.copy_(part)
+    """Copy values into pieces `[n]` of one type, on a GPU in one launch."""
+    if pieces:
+        parts = values.to(pieces[0].dtype).split([len(piece) for piece in pieces])
+        torch._foreach_copy_(list(pieces), list(parts))
 
 
 def _write_back(tensors: Sequence[Tensor], flat: Sequence[Tensor]) -> None:

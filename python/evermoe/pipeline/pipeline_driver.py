@@ -104,8 +104,8 @@ class PipelineDriver(PipelineRecovery):
         found = [p.grad for some in self._state.parameters() for p in some if p.grad is not None]
         place, peers = self._options.data_parallel, self._options.data_parallel_size
         squares = gradients.SquareSum(self._state, place, peers, copies=1 if self._options.expert_parallel else peers)
-        has_finite, rank, scale = gradients.are_finite(found), self._group.rank, self._loss_scale.value
-        mine = gradients.ballot_of(step.loss, step.count, has_finite, squares.norms, squares.value, rank, scale)
+        extremes, rank, scale = gradients.extremes(found), self._group.rank, self._loss_scale.value
+        mine = gradients.ballot_of(step.loss, step.count, extremes, squares.norms, squares.value, rank, scale)
         self.connections.check()
         has_means = step.loss is not None and step.count is None
         return mine._replace(counted=float(step.losses)) if has_means else mine

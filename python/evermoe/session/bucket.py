@@ -13,7 +13,7 @@ from evermoe.comm.arrivals import Sent
 from evermoe.comm.collectives import ExpertReducer, Slice, reduce_to_owners, sum_flat, write_parts
 from evermoe.comm.group import Group
 from evermoe.moe.experts import Experts
-from evermoe.session.gradients import are_finite
+from evermoe.session.gradients import extremes
 
 
 @dataclass(frozen=True)
@@ -113,8 +113,8 @@ class BucketSum:
         self._gradients = {id(each.parameter): each.gradient for each in gradients}
         self.flats: list[Tensor] = []
         """Sums `[n]` of the gradients that all ranks step, by type."""
-        self.finite: list[Tensor] = []
-        """Whether this member's gradients were finite."""
+        self.extremes: list[Tensor] = []
+        """Extremes of this member's gradients."""
         self.flags: Tensor | None = None
         """Sum of the flags."""
         self._owned: list[Tensor] = []
@@ -137,8 +137,8 @@ class BucketSum:
             some = parameters[0]
             pieces = [self._of(each).reshape(-1) for each in parameters]
             length = sum(map(len, pieces))
-            flat = torch.cat(pieces if flags is None else [*pieces, flags.to(some)])
-            self.finite.append(are_finite([flat[:length]]))
+            flat = torch.cat(pieces if flags is None else [*pieces, _like(flags, some)])
+            self.extremes += extremes([flat[:length]])
             sum_flat(flat, group)
             self.flats.append(flat[:length])
             if flags is not None:
@@ -147,7 +147,7 @@ class BucketSum:
             self.flags = group.all_reduce(flags)
         if any(self._bucket.owned_R):
             gradients_R = [[self._of(each) for each in parameters] for parameters in self._bucket.owned_R]
-            self.finite.append(are_finite([each for gradients in gradients_R for each in gradients]))
+            self.extremes += extremes([each for gradients in gradients_R for each in gradients])
             self._owned = gradients_R[group.rank]
             if not self._in_place:
                 self._owned = gradients_R[group.rank] = [each.clone() for each in self._owned]
@@ -186,3 +186,9 @@ class BucketSum:
             if id(each) in present:
                 each.grad = total
         self._gradients, self._parts, self._experts = {}, [], []
+
+
+def _like(values: Tensor, other: Tensor) -> Tensor:
+    """Return values of the host with the type and device of another tensor; the host waits for no GPU."""
+    values = values.to(other.dtype)
+    return values.pin_memory().to(other.device, non_blocking=True) if other.is_cuda else values

@@ -33,7 +33,7 @@ from evermoe.comm.membership import MembershipManager
 from evermoe.errors import PeerLost
 from evermoe.planning.footprint import BUCKET_BYTES
 from evermoe.session.bucket import Bucket, BucketSum, plan_buckets
-from evermoe.session.gradients import are_finite
+from evermoe.session.gradients import extremes
 from evermoe.session.late_weights import LateWeights
 from evermoe.state.training_state import TrainingState
 
@@ -212,12 +212,11 @@ class Buckets:
             self._plan()
 
     @property
-    def are_finite(self) -> Tensor:
-        """Whether this member's gradients were finite before they were summed, but for experts'; see `complete`."""
+    def extremes(self) -> list[Tensor]:
+        """Extremes of this member's gradients before they were summed, but for experts'; see `complete`."""
         if self._group.size == 1:
-            return are_finite([p.grad for p in self._state.dense if p.grad is not None])
-        found = [each for total in self._sums for each in total.finite]
-        return torch.stack(found).all() if found else torch.tensor(True)
+            return extremes([p.grad for p in self._state.dense if p.grad is not None])
+        return [each for total in self._sums for each in total.extremes]
 
     @property
     def flats(self) -> list[Tensor] | None:

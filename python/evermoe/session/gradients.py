@@ -118,30 +118,28 @@ def _row_norms(stack: Tensor) -> Tensor:
 
 def read(*tensors: Tensor) -> list[list[float]]:
     """Return the elements of each tensor, as float64; a GPU is waited for once."""
+    kinds: dict[torch.device, dict[torch.dtype, list[int]]] = {}
+    for number, tensor in enumerate(tensors):
+        kinds.setdefault(tensor.device, {}).setdefault(tensor.dtype, []).append(number)
     found: list[list[float]] = [[] for _ in tensors]
-    for device in {tensor.device for tensor in tensors}:
-        numbers = [number for number, tensor in enumerate(tensors) if tensor.device == device]
-        flat = [tensors[number].detach().double().reshape(-1) for number in numbers]
-        values = iter(torch.cat(flat).tolist())
-        for number, each in zip(numbers, flat, strict=True):
-            found[number] = list(itertools.islice(values, len(each)))
+    for by_type in kinds.values():  # on a GPU few launches, however many tensors there are
+        parts = [torch.cat([tensors[each].detach().reshape(-1) for each in some]).double() for some in by_type.values()]
+        values = iter((parts[0] if len(parts) == 1 else torch.cat(parts)).tolist())
+        for each in itertools.chain.from_iterable(by_type.values()):
+            found[each] = list(itertools.islice(values, tensors[each].numel()))
     return found
 
 
-def are_finite(gradients: Sequence[Tensor]) -> Tensor:
-    """Return whether all elements are finite, as a tensor, so that nothing waits for a GPU.
+def extremes(gradients: Sequence[Tensor]) -> list[Tensor]:
+    """Return numbers that are all finite exactly if all elements are, as tensors, so that nothing waits for a GPU.
 
-    One pass over them, which copies nothing: extremes keep NaN and infinity. The fastest op differs: on a CPU a norm
-    takes 30 times as long as `aminmax`; on a GPU it is one launch for all.
+    One pass over the gradients, which copies nothing: extremes keep NaN and infinity. The fastest op differs: on a CPU
+    a norm takes 30 times as long as `aminmax`; on a GPU it is one launch for all.
     """
     some = [gradient for gradient in gradients if gradient.numel()]
-    if not some:
-        return torch.tensor(True, device=gradients[0].device if gradients else None)
-    if some[0].is_cuda:
-        extremes = list(torch._foreach_norm(some, torch.inf))
-    else:
-        extremes = [extreme for gradient in some for extreme in torch.aminmax(gradient)]
-    return torch.stack([each.double() for each in extremes]).isfinite().all()
+    if some and some[0].is_cuda:
+        return list(torch._foreach_norm(some, torch.inf))
+    return [extreme for gradient in some for extreme in torch.aminmax(gradient)]
 
 
 def faults(loss: float, are_finite: bool, rank: int) -> dict[str, float]:
@@ -164,7 +162,7 @@ def faults(loss: float, are_finite: bool, rank: int) -> dict[str, float]:
 def ballot_of(
     loss: Tensor | None,
     count: float | Tensor | None,
-    has_finite: Tensor,
+    extremes: Sequence[Tensor],
     norms: Tensor,
     square_sum: Callable[[list[float]], float],
     rank: int,
@@ -175,7 +173,7 @@ def ballot_of(
     Args:
         loss: of this member; None if it computes none.
         count: of this member; None for a loss that is a mean.
-        has_finite: whether its gradients are finite.
+        extremes: of its gradients before they were summed.
         norms: of its gradients.
         square_sum: returns its part of the square of the global norm, for these norms as the host has read them.
         rank: of this member.
@@ -183,14 +181,15 @@ def ballot_of(
     """
     has_loss, own_loss = loss is not None, torch.zeros(1) if loss is None else loss
     counted = torch.zeros(1) if count is None else torch.as_tensor(count, dtype=torch.float64)
-    (value,), (are_finite,), found, (terms,) = read(own_loss, has_finite, norms, counted)
+    (value,), (terms,), found, *ends = read(own_loss, counted, norms, *extremes)
+    are_finite = all(map(math.isfinite, itertools.chain.from_iterable(ends)))
     squares = square_sum(found)
     return Ballot(
         votes=0.0,
         loss=value,
         squares=squares,
         reduced_squares=squares,
-        **faults(value, bool(are_finite), rank),
+        **faults(value, are_finite, rank),
         trainers=float(has_loss),
         scale=scale if has_loss else 0.0,
         counting=float(count is not None),

@@ -41,9 +41,8 @@ class ReducedGradients:
         assert step.loss is not None
         flats = None if are_changed else buckets.flats
         squares = gradients.SquareSum(self._state, self._group.rank, self._group.size, flats=flats)
-        has_finite = buckets.are_finite
         rank, scale = self._group.rank, self._script.loss_scale.value
-        mine = gradients.ballot_of(step.loss, step.count, has_finite, squares.norms, squares.value, rank, scale)
+        mine = gradients.ballot_of(step.loss, step.count, buckets.extremes, squares.norms, squares.value, rank, scale)
         share = step.share
         samples = float(len(share.indices) if share.weight else 0)
         return mine._replace(samples=samples, missing=share.missing, remaining=float(share.remaining))

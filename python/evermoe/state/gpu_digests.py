@@ -15,7 +15,8 @@ packets take: 0.25 s at least. `benches/bench_copies.py` has what is reached of 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 
 import numpy as np
 import torch
@@ -84,9 +85,43 @@ def gpu_digests(
     }
 
 
+def in_batches(units: Sequence[Sequence[Tensor]], places: Sequence[int]) -> Iterator[list[int]]:
+    """Yield the places of units in batches of up to `MIN_BYTES`; a larger unit is alone."""
+    some, nbytes = list[int](), 0
+    for place in places:
+        size = sum(tensor.nbytes for tensor in units[place])
+        if some and nbytes + size > MIN_BYTES:
+            yield some
+            some, nbytes = [], 0
+        some.append(place)
+        nbytes += size
+    if some:
+        yield some
+
+
 def bytes_of(tensor: Tensor) -> NDArray[np.uint8]:
     """A tensor's bytes, of a contiguous one on the CPU without a copy."""
     return tensor.reshape(-1).view(torch.uint8).cpu().numpy()
+
+
+def bytes_of_units(units: Sequence[Sequence[Tensor]]) -> list[list[NDArray[np.uint8]]]:
+    """Return the bytes of each unit's tensors, of contiguous ones on the CPU without a copy.
+
+    Those of a GPU come in one copy, for which the host waits once, unless they have more than `MIN_BYTES` or the GPU
+    has no room for them.
+    """
+    flat = [tensor.reshape(-1).view(torch.uint8) for tensors in units for tensor in tensors]
+    for device in {each.device for each in flat if each.is_cuda}:
+        places = [place for place, each in enumerate(flat) if each.device == device]
+        lengths = [len(flat[place]) for place in places]
+        if len(places) == 1 or sum(lengths) > MIN_BYTES:
+            continue
+        with suppress(torch.OutOfMemoryError):
+            joined = torch.cat([flat[place] for place in places]).cpu()
+            for place, part in zip(places, joined.split(lengths), strict=True):
+                flat[place] = part
+    found = iter(flat)
+    return [[bytes_of(next(found)) for _ in tensors] for tensors in units]
 
 
 def _by_gpu(units: Sequence[Sequence[Tensor]]) -> list[list[int]]:

@@ -18,7 +18,7 @@ from evermoe._native import digests
 from evermoe.moe.experts import expert_layers
 from evermoe.moe.module_paths import named_parts
 from evermoe.planning.holders import primaries
-from evermoe.state.gpu_digests import bytes_of, gpu_digests
+from evermoe.state.gpu_digests import bytes_of_units, gpu_digests, in_batches
 
 SESSION = "session"
 """The unit with the small state of the training loop."""
@@ -134,13 +134,11 @@ def digests_of(units: Sequence[Sequence[Tensor]], *, beside_steps: bool = False)
             and memory is page-locked for them, which may wait for all that the GPU has been given.
     """
     if not any(tensor.is_cuda for tensors in units for tensor in tensors):
-        return digests([[bytes_of(tensor) for tensor in tensors] for tensors in units])
+        return digests(bytes_of_units(units))
     found = {} if beside_steps else gpu_digests(units)
-    # The others one at a time: they may be large.
-    return [
-        found[place] if place in found else digests([[bytes_of(tensor) for tensor in tensors]])[0]
-        for place, tensors in enumerate(units)
-    ]
+    for some in in_batches(units, [place for place in range(len(units)) if place not in found]):
+        found |= zip(some, digests(bytes_of_units([units[place] for place in some])), strict=True)
+    return [found[place] for place in range(len(units))]
 
 
 def read_tensors(tensors: Iterable[Tensor], out: Tensor) -> None:

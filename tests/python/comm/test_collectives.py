@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 from datetime import timedelta
+from itertools import combinations
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from evermoe.comm import group as group_module
 from evermoe.comm.collectives import ExpertReducer, Slice, sum_flat
@@ -244,3 +246,39 @@ def count_expert_bytes(group, dtype):
 def test_halves_of_experts_travel_with_16_bits(tmp_path):
     wide, half = (sum(run_threads(tmp_path, 2, count_expert_bytes, t)) for t in (torch.float32, torch.bfloat16))
     assert wide == 2 * half > 0
+
+
+class Ops(TorchDispatchMode):
+    """Counts ops that are no views."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += not func.is_view
+        return func(*args, **(kwargs or {}))
+
+
+class Zeros(Group):
+    """Four ranks, of which the others bring zeros."""
+
+    def __init__(self):
+        super().__init__()
+        self.size, self.is_alone = 4, False
+
+    def all_to_all(self, rows, send_counts, receive_counts):
+        return rows.new_zeros(sum(receive_counts))
+
+
+def ops_of_sums(experts):
+    pairs = list(combinations(range(4), 2))
+    matrix = np.zeros((4, experts), np.int64)
+    for expert in range(experts):
+        matrix[list(pairs[expert % len(pairs)]), expert] = 1
+    gradients = torch.ones(int(matrix[0].sum()), 10, dtype=torch.bfloat16)
+    with Ops() as ops:
+        ExpertReducer([matrix], [10], 0).reduce([gradients], Zeros())
+    return ops.count
+
+
+def test_launches_do_not_grow_with_the_number_of_experts():
+    assert ops_of_sums(6) == ops_of_sums(96)

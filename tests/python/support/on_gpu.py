@@ -67,6 +67,7 @@ TESTS = (
     "session/training/test_gradients.py",
     "session/training/test_one_gpu.py",
     "session/training/test_several_gpus.py",
+    "session/training/test_step_costs.py",
     "snapshot/test_gpu_source.py",
     "state/test_gpu_digests.py",
     "test_arbitrary_counts.py",

@@ -38,6 +38,10 @@ DOUBLE = {float: torch.float64}
 DRIVER = ctypes.CDLL("libcuda.so") if POLICY in os.environ else None
 
 
+def on_launch(name: str) -> None:
+    """Called with the name of each of torch's ops that launches a kernel or a copy; others may take its place."""
+
+
 def variables(folder: Path, policy: int) -> dict[str, str]:
     """The environment of a process that has the stand-ins; `folder` is that of build.mk with DRIVER=1."""
     library = str(folder / "libcuda.so")
@@ -60,10 +64,13 @@ def on_cpu(each: Any) -> Any:
     return torch.empty(0, dtype=each.dtype).set_(memory.untyped_storage(), *place)
 
 
+_synchronize = torch.cuda.Stream.synchronize
+
+
 def wait(tensors: Any) -> None:
     """Waits for the current streams of the tensors' devices."""
     for device in {each.device for each in tree_leaves(tensors) if _is_there(each)}:
-        torch.cuda.current_stream(device).synchronize()
+        _synchronize(torch.cuda.current_stream(device))
 
 
 def write(to: Tensor, value: Tensor) -> None:
@@ -117,6 +124,7 @@ def _stand_in(op: Any) -> Callable[..., Any]:
 
     def run(*args: Any, **kwargs: Any) -> Any:
         given = {**dict(zip(names, args, strict=False)), **kwargs}
+        on_launch(op.name())
         wait(given)
         device = next((each.device for each in tree_leaves(given) if _is_there(each)), given.get("device"))
         here = {name: _wrapped(tree_map(on_cpu, each), name in tensors) for name, each in given.items()}
@@ -172,8 +180,10 @@ def install() -> list[Any]:
     copy = torch.library.get_kernel("aten::copy_", "CUDA")
 
     def copy_(keys: Any, to: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+        waits = to.is_cuda != source.is_cuda and not (non_blocking and (source if to.is_cuda else to).is_pinned())
+        on_launch("copy_ that waits" if waits else "copy_")
         if _is_plain_copy(to, source):
-            if to.is_cuda != source.is_cuda and not (non_blocking and (source if to.is_cuda else to).is_pinned()):
+            if waits:
                 wait([to, source])  # what the copy waits for, without Python's lock, which torch does not hold either
             copy.call_boxed(keys, to, source, non_blocking)
         else:

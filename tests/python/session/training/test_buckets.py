@@ -108,7 +108,7 @@ def summed(group, folder, kind, is_sharded):
             local.append({name: None if p.grad is None else p.grad.clone() for name, p in parameters.items()})
             buckets.complete()
             buckets.reduce()
-            assert buckets.are_finite
+            assert all(each.isfinite() for each in buckets.extremes)
             sums.append({name: None if p.grad is None else p.grad.clone() for name, p in parameters.items()})
             assert is_sharded or len(buckets.flats) >= 4
         buckets.close()
