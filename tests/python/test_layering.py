@@ -53,7 +53,7 @@ MANY_ATTRIBUTES = {
     "Experts": 22,
     "Protection": 26,
     "Evaluations": 17,
-    "FailureDetector": 19,
+    "FailureDetector": 20,
     "Group": 18,
     "MembershipManager": 37,
     "Pacer": 21,

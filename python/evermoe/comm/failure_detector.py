@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from evermoe import _native
 from evermoe.comm.batch_read import BatchRead
 from evermoe.comm.group import Group
+from evermoe.comm.hang_reports import HangReports
 from evermoe.comm.nccl import Nccl
 from evermoe.comm.own_time import OwnTime
 from evermoe.comm.reachability import Reachability
@@ -67,6 +68,7 @@ class FailureDetector:
         self._threads: list[threading.Thread] = []
         self._is_over = threading.Event()
         self._read = BatchRead()
+        self.reports = HangReports(self._groups, hang_timeout)
         self._members: dict[str, str] = {}
         self._epoch = 0
         self.silent: list[str] = []
@@ -110,6 +112,7 @@ class FailureDetector:
         """Publish that this member computes, so that others may have to wait for it."""
         if not self._is_training:
             self._is_training = True
+            self.reports.note(computes=True)
             self._reach.set_computes(self._epoch)
 
     @contextmanager
@@ -130,6 +133,7 @@ class FailureDetector:
     def end_watch(self) -> None:
         """Stop probing."""
         self._is_training = False
+        self.reports.note(computes=False)
         if self._detector is not None:
             self._detector.stop()
             self._is_over.set()
@@ -148,14 +152,15 @@ class FailureDetector:
         answers = self._reach.answers
         if gave_up:
             how = {self._epoch: "", self._epoch ^ READS: ", which reads its batch from its loader"}
-            late = [
-                f"{each} at {self._members[each]}{how[computes]}"
+            late = {
+                each: f"{each} at {self._members[each]}{how[computes]}"
                 for each, (computes, _) in answers.items()
                 if computes in how
-            ]
-            self.late = ", ".join(late)
+            }
+            self.late = ", ".join(late.values())
             if late:  # they learn it from this member's probe server
                 logger.warning("waited %g s for %s: the others continue without it", self._hang_timeout, self.late)
+            self.reports.log_reports(list(late), list(self._members))
         elif self.own_time.latest_wait < AT_ONCE and self._waited_for_me is None:
             self._waited_for_me = next((each for each, (_, epoch) in answers.items() if epoch == self._epoch), None)
         self.end_watch()
@@ -184,6 +189,7 @@ class FailureDetector:
         else:
             self.own_time.end_wait()
         self._is_waiting = begins
+        self.reports.note(computes=self._is_training and not begins)
         # A member whose wait failed still counts as waiting; one that begins a wait after the others timed out is late.
         # So the status from when the group broke stays, even if another wait ends later.
         if has_succeeded:
@@ -208,6 +214,7 @@ class FailureDetector:
         pause = self._hang_timeout / CLOCK_CHECKS
         while not is_over.wait(min(pause, GPU_CHECK) if self._communicators() else pause):
             self._read.report_long(LONG_READ * self._hang_timeout)
+            self.reports.write_long()
             self._check_gpu()
             for group in self._groups:
                 began = group.waiting

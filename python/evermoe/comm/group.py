@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -19,6 +18,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
 from evermoe.comm._torchft import torchft
+from evermoe.comm.begun import Begun
 from evermoe.comm.nccl import Nccl, gpu_identity, may_share_a_gpu, new_name, no_name
 from evermoe.comm.plain_reason import plain_reason
 from evermoe.comm.transport import Transport
@@ -91,13 +91,6 @@ class Linked(Protocol):
 
     def drop_alone(self, reason: str) -> None:
         """Drop this object from any thread, without the objects linked to it."""
-
-
-@dataclass
-class Begun:
-    """Counter of collectives."""
-
-    count: int = 0
 
 
 class Group:
@@ -252,7 +245,7 @@ class Group:
             return tensor
         failure = self.broken
         if failure is None:
-            self.begun.count += 1
+            self.begun.add(name, tensor)
             nccl = self.nccl if tensor.is_cuda and launch is not None else None
             on_stream = nccl is not None
             self.on_begin(name, on_stream)

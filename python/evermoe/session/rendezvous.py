@@ -6,6 +6,8 @@ import logging
 import time
 from typing import Any
 
+import torch.distributed as dist
+
 from evermoe.comm.gather import gather_json
 from evermoe.comm.membership import MembershipManager
 from evermoe.session.commands import Driver, Event
@@ -130,7 +132,9 @@ class Rendezvous:
         self._membership.trainer_group.drop("the membership has changed")
         self._driver.interrupt()
         self._driver.connecting()
-        self._membership.connect(epoch, members, num_trainers)
+        at = self._membership
+        at.connect(epoch, members, num_trainers)
+        at.failure_detector.reports.connect(at.id, dist.PrefixStore("hangs", at.store))
         self._membership.end_agreement()
         return {"event": "connected"}
 

@@ -6,8 +6,9 @@ import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from evermoe.comm.begun import Begun
 from evermoe.comm.gather import gather_json
-from evermoe.comm.group import Begun, Group
+from evermoe.comm.group import Group
 from evermoe.errors import UnequalForwards
 from evermoe.moe.experts import Experts
 

@@ -120,9 +120,10 @@ class Worker:
     def signal(self, number: signal.Signals) -> None:
         os.kill(self.pid, number)
 
-    def log(self) -> str:
+    def log(self, characters: int = 3000) -> str:
+        """The end of what it has printed."""
         path = Path(self.options.folder) / f"{self.name}.{self.pid}.log"
-        return path.read_text()[-3000:] if path.exists() else ""
+        return path.read_text()[-characters:] if path.exists() else ""
 
 
 class Job:

@@ -12,6 +12,8 @@ from support.worker import Fault
 HANG_LIMIT = 1.0
 SLACK = 10.0
 """Seconds on top of it: 2 on this machine when it is idle."""
+ALL = 1 << 20
+"""Characters of a log."""
 REASON = "has waited for this member longer than hang_timeout"
 
 
@@ -34,7 +36,12 @@ def test_member_that_hangs(start_job):
     assert [each.join() for each in workers] == [0, 0, 0]
     check_history(workers, away="b")
     assert REASON in b.log()
-    assert all("waited 1 s for b-" in each.log() for each in (a, c))
+    for each in (a, c):
+        log = each.log(ALL)
+        assert "waited 1 s for b-" in log
+        said = re.search(r"b-\S+ computed for \S+ s after collective \d+, \w+ of \w+\[.*\]. Its threads then:", log)
+        assert said, "the report of b, which is on another node"
+        assert re.search(r"thread MainThread:(?s:.*?)in _train\n(?s:.*?)in fault\n", log[said.end() :])
 
 
 def test_member_whose_loader_hangs_is_named_by_all(start_job):
@@ -48,7 +55,9 @@ def test_member_whose_loader_hangs_is_named_by_all(start_job):
     job.wake()
     assert "which reads its batch from its loader" in b.wait_for("connection_lost")["reason"]
     for each in (a, c):
-        assert re.search(r"waited 1 s for b-\S+ at \S+, which reads its batch from its loader: the others", each.log())
+        assert re.search(
+            r"waited 1 s for b-\S+ at \S+, which reads its batch from its loader: the others", each.log(ALL)
+        )
         assert not each.events("slow_loader")
     assert re.search(
         r"b-\S+ has waited \S+ s for its batch of step 5, and its ElasticSampler has not returned", b.log()
