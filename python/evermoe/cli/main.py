@@ -22,6 +22,7 @@ FLAGS = {
     "checkpoints": "evermoe.cli.checkpoints_flags",
     "export": "evermoe.cli.export",
     "top": "evermoe.cli.top",
+    "report": "evermoe.cli.run_report",
     "plan": "evermoe.cli.plan.plan_flags",
     "role": "evermoe.cli.role",
     "simulate": "evermoe.cli.simulate.scenario_flags",
@@ -121,6 +122,7 @@ def parser(command: str | None = None) -> argparse.ArgumentParser:
     run.add_argument("-m", dest="module", action="store_true", help="run a module instead of a script file")
     run.add_argument("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     commands.add_parser("top", help="show a running job: members, speed, copies, recoveries")
+    commands.add_parser("report", help="write a page about a run, from the event files of its members")
     commands.add_parser("role", help="promote a replica node to train, or demote a worker to keep copies")
     lighthouse = commands.add_parser("lighthouse", help="let members that wait for a majority continue")
     actions = lighthouse.add_subparsers(dest="action", required=True, metavar="ACTION")
