@@ -1,4 +1,4 @@
-"""How soon a slow member is named, and who is named by mistake: real workers on a machine as busy as it is.
+"""Steps until a slow member is named, and members named by mistake: real workers on a machine as busy as it is.
 
     python benches/bench_stragglers.py [--episodes 20] [--workers 4] [--busy 2] [--json PATH]
 
