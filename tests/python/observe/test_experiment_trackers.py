@@ -7,6 +7,7 @@ The packages are imported by the tests that use them: MLflow takes seconds.
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,15 @@ BLOCK = 32768
 """Bytes of a block of W&B's files, which begin with a header of 7 bytes and have the format of LevelDB's logs."""
 
 
+def all_records(folder):
+    """Return the records of a finished run; W&B's own process may write the last ones after `finish` has returned."""
+    found = []
+    while not found or found[-1].WhichOneof("record_type") != "exit":
+        time.sleep(0.02)
+        found = list(records(folder))
+    return found
+
+
 def records(folder):
     """Yield the records of the only run that W&B has written to a folder."""
     from wandb.proto.wandb_internal_pb2 import Record
@@ -44,6 +54,8 @@ def records(folder):
         if BLOCK - at % BLOCK < 7:
             at += BLOCK - at % BLOCK
             continue
+        if at + 7 + int.from_bytes(written[at + 4 : at + 6], "little") > len(written):
+            return  # is being written
         size, kind = int.from_bytes(written[at + 4 : at + 6], "little"), written[at + 6]
         text += written[at + 7 : at + 7 + size]
         at += 7 + size
@@ -55,7 +67,7 @@ def records(folder):
 def wandb_curves(folder):
     """By name steps and values, on the axis that each curve has."""
     axes, found = {}, {}
-    for record in records(folder):
+    for record in all_records(folder):
         if record.WhichOneof("record_type") == "metric":
             axes[record.metric.name] = record.metric.step_metric
         row = {item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
