@@ -215,7 +215,7 @@ def _unseen(recorder: Recorder, original: Callable[..., Any]) -> Callable[..., A
     return call
 
 
-def _exchange(group: Group, sends: Any, receives: Any) -> tuple[str, Kind, Sequence[int]]:
+def _exchange(group: Group, sends: Any, receives: Any, *options: Any) -> tuple[str, Kind, Sequence[int]]:
     peers = sorted({rank for _, rank in (*sends, *receives)})
     if not receives and len(peers) == len(sends) == 1:
         return f"send to {peers[0]}", "send", peers
