@@ -75,6 +75,8 @@ pub mod engine;
 mod error;
 #[cfg(feature = "cuda")]
 pub mod nccl;
+#[cfg(feature = "cuda")]
+mod numa;
 pub mod placement;
 pub mod protection;
 pub mod protocol;

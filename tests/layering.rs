@@ -41,9 +41,10 @@ const IMPURE: [&str; 17] = [
 ];
 
 /// Module, and the modules of the crate that it may import, as `src/lib.rs` says.
-const LAYERS: [(&str, &[&str]); 23] = [
+const LAYERS: [(&str, &[&str]); 24] = [
     ("error", &[]),
     ("background", &[]),
+    ("numa", &[]),
     ("random", &[]),
     ("secret", &["error"]),
     ("dispatch", &["error"]),
@@ -79,7 +80,7 @@ const LAYERS: [(&str, &[&str]); 23] = [
     ("snapshot", &["error", "background", "cpu"]),
     ("durable", &["error", "background", "snapshot"]),
     ("store", &["error"]),
-    ("cuda", &["error", "cpu"]),
+    ("cuda", &["error", "numa", "cpu"]),
     ("nccl", &["error", "cuda"]),
     ("torch", &["error", "dispatch", "cpu", "cuda"]),
 ];

@@ -340,11 +340,13 @@ class Arena:
         *,
         reserves: bool = True,
         room: str | PathLike[str] | None = None,
+        gpu: int | None = None,
     ) -> Arena:
         """Create an arena of units (name, bytes) with all its space reserved, or left to `reserve`.
 
-        `room` is a file of zeros in the same folder, which becomes the arena's together with its space. OSError if
-        the path exists or there is too little space; nothing is left behind, not even `room`.
+        `room` is a file of zeros in the same folder, which becomes the arena's together with its space. Space that is
+        reserved now comes from the NUMA node of `gpu`, if that has room. OSError if the path exists or there is too
+        little space; nothing is left behind, not even `room`.
         """
     def reserve(self, most_bytes: int) -> bool:
         """Reserve up to `most_bytes` more space; return whether all is reserved and the next buffer is ready.

@@ -2,11 +2,13 @@
 
 use super::kernels::BINARIES;
 use crate::error::{Error, Result};
+use crate::numa::{Near, node_of};
 use cudarc::driver::{
     CudaContext, CudaFunction, CudaStream, DeviceRepr, DriverError, LaunchConfig, PushKernelArg, result, sys,
 };
 use std::collections::HashMap;
-use std::ffi::c_void;
+use std::ffi::{CStr, c_char, c_void};
+use std::path::Path;
 use std::ptr::null_mut;
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -17,7 +19,12 @@ const RELEASE: Option<&str> = option_env!("EVERMOE_CUDA_RELEASE");
 pub(super) struct Device {
     context: Arc<CudaContext>,
     functions: HashMap<&'static str, CudaFunction>,
+    /// Its NUMA node, if the machine has several.
+    node: Option<usize>,
 }
+
+/// PCI devices, by bus id.
+const PCI_DEVICES: &str = "/sys/bus/pci/devices";
 
 static DEVICES: Mutex<Vec<(usize, Arc<Device>)>> = Mutex::new(Vec::new());
 
@@ -48,6 +55,12 @@ pub(super) fn driver<T>(result: std::result::Result<T, DriverError>, call: &str)
 /// The error of a call, with advice.
 fn failed(error: &DriverError, call: &str, advice: &str) -> Error {
     Error::Cuda { call: call.to_owned(), code: Some(error.0 as u32), problem: format!("{error}{advice}") }
+}
+
+/// Allocates near a device what the calling thread allocates, until the result is dropped.
+#[cfg(feature = "python")]
+pub(crate) fn near(device: usize) -> Near {
+    Near::new(Device::get(device).ok().and_then(|device| device.node))
 }
 
 impl Launcher {
@@ -275,12 +288,30 @@ impl Device {
             }
         }
         drop(before);
-        Ok(Self { context, functions })
+        let node = bus_id(&context).and_then(|bus_id| node_of(Path::new(PCI_DEVICES), &bus_id));
+        Ok(Self { context, functions, node })
+    }
+
+    /// Allocates near this device what the calling thread allocates, until the result is dropped.
+    pub(super) fn near(&self) -> Near {
+        Near::new(self.node)
     }
 
     fn function(&self, name: &'static str) -> Result<&CudaFunction> {
         self.functions.get(name).ok_or_else(|| Error::Internal(format!("CUDA: no kernel named {name}")))
     }
+}
+
+/// The device's place on the PCI bus.
+fn bus_id(context: &CudaContext) -> Option<String> {
+    let mut text = [0 as c_char; 32];
+    // SAFETY: a buffer, its size, and a device; the driver terminates what it writes.
+    let status = unsafe {
+        sys::cuDeviceGetPCIBusId(text.as_mut_ptr(), text.len() as i32, context.cu_device()).result()
+    };
+    status.ok()?;
+    // SAFETY: the driver has written a text that ends within the buffer.
+    Some(unsafe { CStr::from_ptr(text.as_ptr()) }.to_string_lossy().into_owned())
 }
 
 /// The driver's version in CUDA's notation, 13000 for 13.0; 0 if unknown.

@@ -25,6 +25,8 @@ pub use abi::Span;
 pub use chunks::ChunkRange;
 pub use copier::{ChunkCopier, HostMemory};
 pub use device::Launcher;
+#[cfg(feature = "python")]
+pub(crate) use device::near;
 pub use exchange::{Regroup, SplitTokens};
 pub use fetch::Fetcher;
 pub use fp8::Fp8Rows;

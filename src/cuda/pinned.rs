@@ -24,7 +24,7 @@ unsafe impl Send for PinnedBuffer {}
 unsafe impl Sync for PinnedBuffer {}
 
 impl PinnedBuffer {
-    /// Allocates zeroed memory.
+    /// Allocates zeroed memory, on the device's NUMA node if that has room.
     ///
     /// # Errors
     /// If there is too little memory, or no device.
@@ -32,6 +32,7 @@ impl PinnedBuffer {
         let device = Device::get(device)?;
         let _current = device.make_current()?;
         let _relaxed = RelaxedCapture::new()?;
+        let _near = device.near();
         // SAFETY: a positive length and known flags.
         let start = unsafe { result::malloc_host(len.max(1), sys::CU_MEMHOSTALLOC_PORTABLE) };
         let start = driver(start, &format!("cuMemHostAlloc of {len} bytes"))?;

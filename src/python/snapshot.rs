@@ -23,7 +23,7 @@ pub(super) struct Arena(pub(super) Arc<snapshot::Arena>);
 #[pymethods]
 impl Arena {
     #[staticmethod]
-    #[pyo3(signature = (path, meta, units, *, reserves = true, room = None))]
+    #[pyo3(signature = (path, meta, units, *, reserves = true, room = None, gpu = None))]
     fn create(
         py: Python<'_>,
         path: PathBuf,
@@ -31,11 +31,18 @@ impl Arena {
         units: Vec<(String, usize)>,
         reserves: bool,
         room: Option<PathBuf>,
+        gpu: Option<usize>,
     ) -> PyResult<Self> {
-        let create = || match room {
-            Some(room) => snapshot::Arena::create_in(&path, meta, &units, &room, !reserves),
-            None if reserves => snapshot::Arena::create(&path, meta, &units),
-            None => snapshot::Arena::create_unreserved(&path, meta, &units),
+        let create = || {
+            #[cfg(feature = "cuda")]
+            let _near = gpu.map(cuda::near);
+            #[cfg(not(feature = "cuda"))]
+            let _ = gpu;
+            match room {
+                Some(room) => snapshot::Arena::create_in(&path, meta, &units, &room, !reserves),
+                None if reserves => snapshot::Arena::create(&path, meta, &units),
+                None => snapshot::Arena::create_unreserved(&path, meta, &units),
+            }
         };
         Ok(Self(Arc::new(py.detach(create)?)))
     }

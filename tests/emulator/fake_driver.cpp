@@ -269,6 +269,10 @@ int cuDeviceGet(int* device, int number) {
   return number == 0 || number == 1 ? kSuccess : kInvalidValue;
 }
 int cuDeviceGetCount(int* count) { *count = 2; return kSuccess; }
+int cuDeviceGetPCIBusId(char* text, int size, int device) {
+  std::snprintf(text, size, "FFFF:%02X:00.0", device);
+  return kSuccess;
+}
 int cuDeviceGetAttribute(int* value, int, int) { return *value = 0; }
 int cuDevicePrimaryCtxRetain(void** context, int device) { *context = reinterpret_cast<void*>(device + 1); return kSuccess; }
 int cuDevicePrimaryCtxRelease_v2(int) { return kSuccess; }

@@ -79,6 +79,10 @@ def _reserve(arenas: Sequence[BundleArena]) -> str:
     return ""
 
 
+def _gpu_of(state: TrainingState) -> int | None:
+    return next((device.index or 0 for device in state.devices() if device.type == "cuda"), None)
+
+
 def _open_engine() -> CopyEngine:
     engine = CopyEngine()
     engine.open()
@@ -315,8 +319,8 @@ class SnapshotStore:
         )
         units = [(name, self.state.catalog.by_name[name].nbytes) for name in bundle.units]
         room = None if self.room is None else self.room.take_file(OWN_VERSIONS * sum(nbytes for _, nbytes in units))
-        kept = BundleArena(number, bundle, Arena.create(str(path), meta, units, reserves=reserves, room=room))
-        (self.own if bundle.holders[0] == rank else self.peers).append(kept)
+        arena = Arena.create(str(path), meta, units, reserves=reserves, room=room, gpu=_gpu_of(self.state))
+        (self.own if bundle.holders[0] == rank else self.peers).append(BundleArena(number, bundle, arena))
 
     def capture(self, kept: BundleArena, tensors: UnitTensors, version: int) -> Capture | None:
         """Begin to capture the tensors of a bundle's units; None if they cannot be read in the background.
