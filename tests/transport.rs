@@ -4,7 +4,7 @@
 use evermoe::secret::Secret;
 use evermoe::transport::{Carrier, Links, Peers, Port, Transfer};
 use std::io::{BufRead, BufReader, Read, Write};
-use std::net::TcpStream;
+use std::net::{IpAddr, Ipv4Addr, TcpListener, TcpStream};
 use std::process::{Child, Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -33,7 +33,7 @@ macro_rules! on_both {
 fn ucx_carrier() -> Option<Carrier> {
     let named = std::env::var("EVERMOE_UCX").ok();
     let carrier = Carrier::Ucx { libraries: vec![named.clone().unwrap_or("libucp.so.0".into())] };
-    match Port::open(None, None, &carrier) {
+    match Port::open(&[], None, &carrier) {
         Ok(_) => Some(carrier),
         Err(error) if named.is_some() => panic!("{error}"),
         Err(error) => {
@@ -47,10 +47,10 @@ fn ucx_carrier() -> Option<Carrier> {
 fn ports(carrier: &Carrier, secrets: &[Option<&str>]) -> (Vec<Port>, Vec<String>) {
     let open = |secret: &Option<&str>| {
         let secret = secret.map(|text| Secret::new(text).unwrap());
-        Port::open(Some("127.0.0.1".parse().unwrap()), secret.as_ref(), carrier).unwrap()
+        Port::open(&["127.0.0.1".parse().unwrap()], secret.as_ref(), carrier).unwrap()
     };
     let ports: Vec<Port> = secrets.iter().map(open).collect();
-    let addresses = ports.iter().map(|port| format!("127.0.0.1:{}", port.port())).collect();
+    let addresses = ports.iter().map(|port| format!("127.0.0.1:{}", port.ports()[0])).collect();
     (ports, addresses)
 }
 
@@ -74,6 +74,15 @@ fn send(links: &Links, data: &mut [u8], peer: usize, tag: u64) -> Transfer {
 fn receive(links: &Links, room: &mut [u8], peer: usize, tag: u64) -> Transfer {
     // SAFETY: as in `send`.
     unsafe { links.receive(room.as_mut_ptr(), room.len(), peer, tag) }.unwrap()
+}
+
+/// Number of connections to a port of this machine, from the kernel's table.
+fn connections(address: Ipv4Addr, port: u16) -> usize {
+    const ESTABLISHED: &str = "01";
+    let remote = format!("{:08X}:{port:04X}", u32::from_ne_bytes(address.octets()));
+    let table = std::fs::read_to_string("/proc/self/net/tcp").unwrap();
+    let rows = table.lines().map(|line| line.split_whitespace().collect::<Vec<_>>());
+    rows.filter(|row| row[2] == remote && row[3] == ESTABLISHED).count()
 }
 
 fn reason(transfer: &Transfer) -> String {
@@ -125,6 +134,34 @@ fn messages_of_a_tag_keep_their_order_whoever_is_first(carrier: &Carrier) {
         assert_eq!(&room[..data.len()], data, "message {place}");
         assert!(room[data.len()..].iter().all(|&byte| byte == 255), "message {place} is longer than it was");
     }
+}
+
+fn connections_take_turns_among_the_cards_of_a_member(carrier: &Carrier) {
+    let cards: Vec<Ipv4Addr> = (1..=3).map(|number| Ipv4Addr::new(127, 0, 0, number)).collect();
+    let listen = |cards: &[Ipv4Addr]| {
+        let cards: Vec<IpAddr> = cards.iter().copied().map(IpAddr::V4).collect();
+        Port::open(&cards, None, carrier).unwrap()
+    };
+    let ports = [listen(&cards), listen(&cards[..1])];
+    let named = |port: &Port| cards.iter().zip(port.ports()).map(|(card, port)| format!("{card}:{port}"));
+    let mut addresses = ports.each_ref().map(|port| named(port).collect::<Vec<_>>().join(",")).to_vec();
+    let closed = TcpListener::bind("127.0.0.9:0").unwrap().local_addr().unwrap();
+    addresses[1] = format!("{closed},{}", addresses[1]);
+    let links = [begin(&ports[0], 1, 0, &addresses), begin(&ports[1], 1, 1, &addresses)];
+    for _ in 0..6 {
+        let [mut data, mut room, mut back, mut last] = [[5], [0], [6], [0]];
+        let transfers = [
+            send(&links[0], &mut data, 1, 7),
+            receive(&links[1], &mut room, 0, 7),
+            send(&links[1], &mut back, 0, 7),
+            receive(&links[0], &mut last, 1, 7), // also where the first address refuses
+        ];
+        assert!(transfers.iter().all(|each| each.wait(LIMIT) == Some(Ok(1))));
+        assert_eq!((room, last), ([5], [6]));
+    }
+    let found: Vec<usize> = cards.iter().zip(ports[0].ports()).map(|(&card, port)| connections(card, port)).collect();
+    assert_eq!(found, [1, 1, 1]);
+    assert_eq!(connections(cards[0], ports[1].ports()[0]), 3);
 }
 
 fn a_message_that_nobody_expects_holds_up_no_other(carrier: &Carrier) {
@@ -369,7 +406,7 @@ fn wait_for_bytes(room: *const u8) {
 #[cfg(not(feature = "ucx"))]
 #[test]
 fn a_build_without_ucx_says_so() {
-    let error = Port::open(None, None, &Carrier::Ucx { libraries: Vec::new() }).unwrap_err();
+    let error = Port::open(&[], None, &Carrier::Ucx { libraries: Vec::new() }).unwrap_err();
     assert!(
         error.to_string().starts_with("transport: \"ucx\" needs a build with the feature `ucx`"),
         "{error}"

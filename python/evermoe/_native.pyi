@@ -817,22 +817,22 @@ class Port:
     """A port for the connections of a member's groups, one after the other: `src/transport/`.
 
     Args:
-        address: numeric address to listen on; None for all.
+        addresses: numeric addresses to listen on, such as those of several network cards; none for all.
         secret: secret of the job; only members that have it can connect.
         ucx: names or paths of UCX's library; the first suitable one is used for long messages. None: all messages use
             TCP.
 
     Raises:
-        OSError: the system has no free port or thread, or the address is not one of this machine's.
-        ValueError: the address is a name, or none of the libraries is suitable.
+        OSError: the system has no free port or thread, or an address is not one of this machine's.
+        ValueError: an address is a name, or none of the libraries is suitable.
     """
 
     def __init__(
-        self, address: str | None = None, secret: Secret | None = None, ucx: Sequence[str] | None = None
+        self, addresses: Sequence[str] = (), secret: Secret | None = None, ucx: Sequence[str] | None = None
     ) -> None: ...
     @property
-    def port(self) -> int:
-        """The port number."""
+    def ports(self) -> list[int]:
+        """The port number at each of the given addresses, or the one at all addresses."""
 
 class Links:
     """Messages between a member and the others of a group.

@@ -49,7 +49,7 @@ pub struct Message {
     pub store: String,
     /// Address of its probe server, `host:port`.
     pub probe_address: String,
-    /// Address of its port for messages outside the collectives, `host:port`.
+    /// Addresses of its port for messages outside the collectives, `host:port`; of several cards, separated by commas.
     pub transport: String,
     /// Members that it could not reach.
     pub unreachable: Vec<String>,
@@ -299,11 +299,9 @@ fn parse<'a, T: Deserialize<'a>>(text: &'a str) -> Result<T, String> {
 
 /// Checks values beyond their types.
 fn check(message: &Message) -> Result<(), String> {
-    for (name, address) in [
-        ("store", &message.store),
-        ("probe_address", &message.probe_address),
-        ("transport", &message.transport),
-    ] {
+    let cards = message.transport.split(',').map(|card| ("transport", card));
+    let others = [("store", &*message.store), ("probe_address", &*message.probe_address)];
+    for (name, address) in others.into_iter().chain(cards) {
         let port = address
             .rsplit_once(':')
             .filter(|(host, _)| !host.is_empty())

@@ -21,18 +21,21 @@ struct Port(transport::Port);
 #[pymethods]
 impl Port {
     #[new]
-    #[pyo3(signature = (address=None, secret=None, ucx=None))]
-    fn new(address: Option<&str>, secret: Option<&Secret>, ucx: Option<Vec<String>>) -> PyResult<Self> {
-        let wrong =
-            |error| Error::invalid(format!("Port: expected a numeric address, got {address:?}: {error}"));
-        let address = address.map(str::parse::<IpAddr>).transpose().map_err(wrong)?;
+    #[pyo3(signature = (addresses=Vec::new(), secret=None, ucx=None))]
+    fn new(addresses: Vec<String>, secret: Option<&Secret>, ucx: Option<Vec<String>>) -> PyResult<Self> {
+        let numeric = |address: &String| {
+            let wrong =
+                |error| Error::invalid(format!("Port: expected a numeric address, got {address:?}: {error}"));
+            address.parse::<IpAddr>().map_err(wrong)
+        };
+        let addresses = addresses.iter().map(numeric).collect::<Result<Vec<_>, _>>()?;
         let carrier = ucx.map_or(transport::Carrier::Tcp, |libraries| transport::Carrier::Ucx { libraries });
-        Ok(Self(transport::Port::open(address, secret.map(Secret::get), &carrier)?))
+        Ok(Self(transport::Port::open(&addresses, secret.map(Secret::get), &carrier)?))
     }
 
     #[getter]
-    fn port(&self) -> u16 {
-        self.0.port()
+    fn ports(&self) -> Vec<u16> {
+        self.0.ports()
     }
 }
 

@@ -34,8 +34,8 @@ enum Stage {
 }
 
 impl Asking {
-    /// Requests a message, now or as soon as it is connected.
-    pub(super) fn ask(self: &Arc<Self>, table: &Arc<Table>, peer: usize, request: Request) {
+    /// Requests a message, now or as soon as it is connected. `number`: of this connection among those to the member.
+    pub(super) fn ask(self: &Arc<Self>, table: &Arc<Table>, peer: usize, number: usize, request: Request) {
         let mut stage = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let failure = match &mut *stage {
             Stage::Connecting(requests) => {
@@ -48,7 +48,7 @@ impl Asking {
                 let (asking, inside) = (self.clone(), table.clone());
                 let thread =
                     thread::Builder::new().stack_size(table.stack_bytes()).name("evermoe-receive".into());
-                thread.spawn(move || asking.run(&inside, peer)).err()
+                thread.spawn(move || asking.run(&inside, peer, number)).err()
             }
         };
         drop(stage);
@@ -63,14 +63,14 @@ impl Asking {
         stream.write_all(&what.to_bytes())
     }
 
-    fn run(&self, table: &Table, peer: usize) {
-        if let Err(error) = self.receive_all(table, peer) {
+    fn run(&self, table: &Table, peer: usize, number: usize) {
+        if let Err(error) = self.receive_all(table, peer, number) {
             table.lose(peer, &error.to_string());
         }
     }
 
-    fn receive_all(&self, table: &Table, peer: usize) -> Result<()> {
-        let stream = Arc::new(connect(table, peer)?);
+    fn receive_all(&self, table: &Table, peer: usize, number: usize) -> Result<()> {
+        let stream = Arc::new(connect(table, peer, number)?);
         if !table.keep(peer, &stream) {
             return Ok(()); // the transfers were failed already
         }
@@ -112,15 +112,15 @@ impl Asking {
     }
 }
 
-fn connect(table: &Table, peer: usize) -> Result<TcpStream> {
+fn connect(table: &Table, peer: usize, number: usize) -> Result<TcpStream> {
     let deadline = Instant::now() + table.limit;
-    let mut result = Err(Error::new(ErrorKind::NotFound, "the host name resolves to no address"));
-    for address in table.addresses[peer].to_socket_addrs()? {
-        let left = deadline.saturating_duration_since(Instant::now());
-        if left.is_zero() {
-            return Err(ErrorKind::TimedOut.into());
-        }
-        result = TcpStream::connect_timeout(&address, left);
+    let cards: Vec<&str> = table.addresses[peer].split(',').collect();
+    let mut result = Err(ErrorKind::NotFound.into());
+    for turn in 0..cards.len() {
+        // Pairs of members begin with different cards.
+        let card = cards[(table.rank + peer + number + turn) % cards.len()];
+        let share = deadline.saturating_duration_since(Instant::now()) / (cards.len() - turn) as u32;
+        result = connect_to(card, Instant::now() + share);
         if result.is_ok() {
             break;
         }
@@ -130,6 +130,21 @@ fn connect(table: &Table, peer: usize) -> Result<TcpStream> {
     let left = deadline.saturating_duration_since(Instant::now());
     Timed::talk(&stream, left, |stream| greet(stream, hello, table.secret.as_ref())).map_err(explain)?;
     Ok(stream)
+}
+
+fn connect_to(name: &str, deadline: Instant) -> Result<TcpStream> {
+    let mut result = Err(Error::new(ErrorKind::NotFound, "the host name resolves to no address"));
+    for address in name.to_socket_addrs()? {
+        let left = deadline.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return Err(ErrorKind::TimedOut.into());
+        }
+        result = TcpStream::connect_timeout(&address, left);
+        if result.is_ok() {
+            break;
+        }
+    }
+    result
 }
 
 /// The sending side: one thread reads requests, while another sends the messages that are ready.

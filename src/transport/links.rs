@@ -17,7 +17,8 @@ pub struct Peers {
     pub group: u64,
     /// This member's rank.
     pub rank: usize,
-    /// Addresses of all members' ports, by rank: `host:port`.
+    /// Addresses of all members' ports, by rank: `host:port`, or several, separated by commas, among which connections
+    /// take turns. If one does not answer, the next one is tried.
     pub addresses: Vec<String>,
     /// Number of connections on which messages arrive from one member: several share the network better than one.
     pub streams: usize,
@@ -30,8 +31,8 @@ pub struct Peers {
 /// ```
 /// use evermoe::transport::{Carrier, Links, Peers, Port};
 /// use std::time::Duration;
-/// let (one, other) = (Port::open(None, None, &Carrier::Tcp)?, Port::open(None, None, &Carrier::Tcp)?);
-/// let addresses: Vec<String> = [&one, &other].map(|port| format!("127.0.0.1:{}", port.port())).into();
+/// let (one, other) = (Port::open(&[], None, &Carrier::Tcp)?, Port::open(&[], None, &Carrier::Tcp)?);
+/// let addresses: Vec<String> = [&one, &other].map(|port| format!("127.0.0.1:{}", port.ports()[0])).into();
 /// let limit = Duration::from_secs(5);
 /// let peers = |rank| Peers { group: 7, rank, addresses: addresses.clone(), streams: 2, limit };
 /// let (first, second) = (Links::begin(&one, peers(0))?, Links::begin(&other, peers(1))?);
@@ -104,9 +105,10 @@ impl Links {
         let asked = asking.entry(peer).or_default();
         asked.connections.resize_with(self.streams, Arc::default);
         asked.messages += 1;
-        let connection = asked.connections[asked.messages % self.streams].clone();
+        let place = asked.messages % self.streams;
+        let connection = asked.connections[place].clone();
         drop(asking);
-        connection.ask(&self.table, peer, request);
+        connection.ask(&self.table, peer, place, request);
         Ok(Transfer::new(number, item, self.table.clone()))
     }
 

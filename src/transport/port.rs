@@ -8,7 +8,7 @@ use super::wire::{Hello, Timed, welcome};
 use crate::error::{Error, Result};
 use crate::reachability::{listen, wake};
 use crate::secret::Secret;
-use std::net::{IpAddr, SocketAddr, TcpStream};
+use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::thread;
@@ -37,7 +37,7 @@ pub enum Carrier {
 /// A port for the connections of a member's groups, one group after the other.
 #[derive(Debug)]
 pub struct Port {
-    address: SocketAddr,
+    addresses: Vec<SocketAddr>,
     gate: Arc<Gate>,
 }
 
@@ -58,43 +58,41 @@ struct Inside {
 }
 
 impl Port {
-    /// Opens a free port of one address, or of all addresses. With a secret, only members with that secret can connect.
+    /// Opens a free port at each address, such as those of several network cards; at all addresses of this machine if
+    /// none is given. With a secret, only members with that secret can connect.
     ///
     /// # Errors
-    /// [`Error::Io`] if the system has no free port or thread, or the address is not one of this machine's;
+    /// [`Error::Io`] if the system has no free port or thread, or an address is not one of this machine's;
     /// [`Error::Invalid`] if the carrier is not available.
-    pub fn open(address: Option<IpAddr>, secret: Option<&Secret>, carrier: &Carrier) -> Result<Self> {
+    pub fn open(addresses: &[IpAddr], secret: Option<&Secret>, carrier: &Carrier) -> Result<Self> {
         let ucx = match carrier {
             Carrier::Tcp => None,
             Carrier::Ucx { libraries } => Some(Ucx::open(libraries)?),
         };
         let failed = |error| Error::io("opening a port for messages from other members", error);
-        let (listener, address) = listen(address).map_err(failed)?;
+        let given: Vec<_> = addresses.iter().copied().map(Some).collect();
+        let given = if given.is_empty() { vec![None] } else { given };
+        let listening: Vec<_> =
+            given.into_iter().map(listen).collect::<std::io::Result<_>>().map_err(failed)?;
         let gate = Arc::new(Gate {
             secret: secret.cloned(),
             ucx,
             unknown: AtomicUsize::new(0),
             inside: Mutex::default(),
         });
-        let inside = gate.clone();
-        let accept = move || {
-            for stream in listener.incoming() {
-                if inside.lock().is_closed {
-                    return;
-                }
-                match stream {
-                    Ok(stream) => inside.admit(stream),
-                    Err(_) => thread::sleep(Duration::from_millis(10)), // perhaps out of descriptors: others close meanwhile
-                }
-            }
-        };
-        thread::Builder::new().name("evermoe-port".into()).spawn(accept).map_err(failed)?;
-        Ok(Self { address, gate })
+        let (listeners, addresses): (Vec<_>, _) = listening.into_iter().unzip();
+        let port = Self { addresses, gate };
+        for listener in listeners {
+            let inside = port.gate.clone();
+            let accept = move || inside.admit_all(&listener);
+            thread::Builder::new().name("evermoe-port".into()).spawn(accept).map_err(failed)?;
+        }
+        Ok(port)
     }
 
-    /// Returns the port number.
-    pub fn port(&self) -> u16 {
-        self.address.port()
+    /// Returns the port number at each of the given addresses, or the one at all addresses.
+    pub fn ports(&self) -> Vec<u16> {
+        self.addresses.iter().map(SocketAddr::port).collect()
     }
 
     /// Admits connections for a new group from now on, and no longer for the previous one.
@@ -125,11 +123,25 @@ impl Drop for Port {
         (inside.is_closed, inside.now) = (true, None);
         inside.early.clear();
         drop(inside);
-        wake(self.address);
+        for &address in &self.addresses {
+            wake(address);
+        }
     }
 }
 
 impl Gate {
+    fn admit_all(self: &Arc<Self>, listener: &TcpListener) {
+        for stream in listener.incoming() {
+            if self.lock().is_closed {
+                return;
+            }
+            match stream {
+                Ok(stream) => self.admit(stream),
+                Err(_) => thread::sleep(Duration::from_millis(10)), // perhaps out of descriptors: others close meanwhile
+            }
+        }
+    }
+
     fn admit(self: &Arc<Self>, stream: TcpStream) {
         let gate = self.clone();
         if self.unknown.fetch_add(1, Ordering::SeqCst) >= MAX_UNKNOWN {

@@ -8,7 +8,8 @@ from datetime import timedelta
 from typing import Any
 
 from evermoe._native import Secret
-from evermoe.comm.reachability import Endpoint, Reachability, Stores
+from evermoe.comm.endpoint import Endpoint
+from evermoe.comm.reachability import Reachability, Stores
 from evermoe.comm.task import Task, run_in_thread
 
 logger = logging.getLogger(__name__)

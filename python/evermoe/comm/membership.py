@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from evermoe.comm.early_stores import EarlyStores
 from evermoe.comm.ended_members import EndedMembers
+from evermoe.comm.endpoint import find_endpoint
 from evermoe.comm.failure_detector import FailureDetector
 from evermoe.comm.gathering import not_admitted_error
 from evermoe.comm.group import Group, connect_timeout
@@ -30,7 +31,7 @@ from evermoe.comm.lighthouse import Lighthouses
 from evermoe.comm.messages import Identity, Messages, job_secret, participant
 from evermoe.comm.open_files import reserve_open_files
 from evermoe.comm.plain_reason import plain_reason
-from evermoe.comm.reachability import PROBE_SECONDS, Reachability, find_endpoint
+from evermoe.comm.reachability import PROBE_SECONDS, Reachability
 from evermoe.comm.transport import Transport
 from evermoe.config.membership import Membership, split_addresses
 from evermoe.errors import JoinTimeout, PeerLost
@@ -85,10 +86,10 @@ class MembershipManager:
         self.role, self.is_spare = "train" if options.trains else "replica", options.role == "spare"
         self.allows_solo_resume = options.allow_solo_resume
         self._members, self._domain = options.members or 1, options.domain or ""
-        interface = place.address or options.address
+        interface = place.address or (place.host if options.address else None)
         self.trainer_group = Group(interface)
         """Group of the members that train; on a replica node it has one member."""
-        self.transport = Transport(place.host, place.address, secret, options.transport)
+        self.transport = Transport(place.host, place.address, secret, options.transport, place.cards)
         """Messages of background threads between all members, including replica nodes."""
         self._with_replicas = Group(interface)
         self.side_group, self._side_device = Group(interface), side_device

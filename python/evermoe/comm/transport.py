@@ -34,6 +34,7 @@ class Transport:
         address: numeric address on which this member listens; None: all addresses.
         secret: the job's secret, if it has one. Only members that have it may connect.
         carrier: protocol of long messages, the same on all members.
+        cards: numeric addresses of further network cards of this machine. Connections take turns among all of them.
 
     Raises:
         ValueError: this machine has no suitable UCX.
@@ -45,11 +46,13 @@ class Transport:
         address: str | None = None,
         secret: _native.Secret | None = None,
         carrier: Carrier = "tcp",
+        cards: Sequence[str] = (),
     ) -> None:
         ucx = find_ucx() if carrier == "ucx" else None
-        self._port: _native.Port | None = _native.Port(address, secret, ucx)
-        self.address = f"{host}:{self._port.port}"
-        """Address to which others connect."""
+        self._port: _native.Port | None = _native.Port([] if address is None else [address, *cards], secret, ucx)
+        ports = self._port.ports if address is not None else self._port.ports * (1 + len(cards))
+        self.address = ",".join(f"{each}:{port}" for each, port in zip([host, *cards], ports, strict=True))
+        """Addresses to which others connect, separated by commas."""
         self._links: _native.Links | None = None
         self._limit = timedelta(0)
         self.size = 1

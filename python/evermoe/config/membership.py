@@ -37,9 +37,10 @@ class Membership(Options):
     """Failure domains of this node from the largest to the smallest, such as `zone-a/rack-3`. Copies are spread over
     the largest domains of which there are enough. Default: srun's SLURM_TOPOLOGY_ADDR, else the node alone."""
     address: str | None = option(None, env="EVERMOE_ADDRESS")
-    """Name or address at which other members reach this process, and on which it listens. Default: loopback if the
-    Lighthouse's address is, else the host's name, listening on all addresses; where that name does not resolve, the
-    address on the route to the Lighthouse."""
+    """Name or address at which other members reach this process, and on which it listens. Addresses of further network
+    cards may follow, separated by commas: the connections for copies and recoveries take turns among all of them.
+    Default: loopback if the Lighthouse's address is, else the host's name, listening on all addresses; where that name
+    does not resolve, the address on the route to the Lighthouse."""
     members: int | None = option(None, least=1, env="EVERMOE_MEMBERS")
     """Number of members that a new job waits for; later ones join at any time. Default: with a Lighthouse WORLD_SIZE or
     srun's tasks, else 1."""

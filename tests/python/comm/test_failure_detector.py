@@ -11,9 +11,10 @@ import threading
 import pytest
 
 from evermoe._native import FailureDetector, ProbeServer, probe_all
+from evermoe.comm.endpoint import LOOPBACK, Endpoint
 from evermoe.comm.failure_detector import FailureDetector as GroupWatch
 from evermoe.comm.group import Group
-from evermoe.comm.reachability import LOOPBACK, Endpoint, Reachability
+from evermoe.comm.reachability import Reachability
 from support.harness import PATIENCE, SERVER
 
 HOUR = 3_600_000

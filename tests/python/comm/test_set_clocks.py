@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from evermoe.comm import waits as waits_module
+from evermoe.comm.endpoint import LOOPBACK, Endpoint
 from evermoe.comm.failure_detector import FailureDetector
 from evermoe.comm.group import Group
-from evermoe.comm.reachability import LOOPBACK, Endpoint, Reachability
+from evermoe.comm.reachability import Reachability
 from evermoe.comm.waits import Wait
 from evermoe.errors import PeerLost
 from support.harness import PATIENCE

@@ -11,9 +11,10 @@ import pytest
 
 from evermoe.comm._torchft import torchft
 from evermoe.comm.ended_members import EndedMembers, reporters
+from evermoe.comm.endpoint import LOOPBACK, Endpoint
 from evermoe.comm.lighthouse import start_local_lighthouse
 from evermoe.comm.messages import Identity, MemberReport, Messages
-from evermoe.comm.reachability import LOOPBACK, Endpoint, Reachability
+from evermoe.comm.reachability import Reachability
 from support.harness import PATIENCE, wait_until
 from support.history import check_history
 from support.worker import Fault

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from evermoe.comm.endpoint import Endpoint, find_endpoint
 from evermoe.comm.lighthouse import start_local_lighthouse
-from evermoe.comm.reachability import find_endpoint
 from support.harness import HEARTBEAT_LIMIT
 from support.history import check_history
 
@@ -43,7 +43,9 @@ def local_lighthouse():
     server.shutdown()
 
 
-@pytest.mark.parametrize("address", [None, "127.0.0.2"], ids=["loopback", "given"])
+@pytest.mark.parametrize(
+    "address", [None, "127.0.0.2", "127.0.0.2,127.0.0.3,127.0.0.4"], ids=["loopback", "given", "several cards"]
+)
 @pytest.mark.few(2)
 def test_workers_listen_on_one_address(start_job, local_lighthouse, address):
     job = start_job(2, address=address) if address else start_job(2, local_lighthouse)
@@ -56,21 +58,25 @@ def test_workers_listen_on_one_address(start_job, local_lighthouse, address):
     assert [each.join() for each in workers] == [0, 0]
     check_history(workers)
     assert all(len(each) >= 4 for each in found), "torchft's server, a store, a probe server and gloo's groups"
-    assert {each for some in found for each, _ in some} == {address or "127.0.0.1"}
+    given = (address or "127.0.0.1").split(",")
+    assert {each for some in found for each, _ in some} == {*given}
+    for some in found:
+        ports = [sum(each == card for each, _ in some) for card in given[1:]]
+        assert ports == [1] * len(ports), "only copies and recoveries use further cards"
 
 
 def test_a_host_whose_name_does_not_resolve_announces_its_address_on_the_way_to_the_lighthouse(monkeypatch, caplog):
     monkeypatch.setattr("socket.gethostname", lambda: "nameless.invalid")
-    assert find_endpoint(None, ["http://127.0.0.9:1", "http://192.0.2.1:1"]) == ("127.0.0.1", None)
+    assert find_endpoint(None, ["http://127.0.0.9:1", "http://192.0.2.1:1"]) == Endpoint("127.0.0.1", None)
     assert "'nameless.invalid', does not resolve" in caplog.text
     assert "the address 127.0.0.1 of this process" in caplog.text
     assert "set EVERMOE_ADDRESS" in caplog.text
 
 
 def test_a_loopback_address_is_warned_of_if_the_lighthouse_is_elsewhere(caplog):
-    assert find_endpoint("127.0.0.1", ["http://127.0.0.1:1"]) == ("127.0.0.1", "127.0.0.1")
+    assert find_endpoint("127.0.0.1", ["http://127.0.0.1:1"]) == Endpoint("127.0.0.1", "127.0.0.1")
     assert caplog.text == ""
-    assert find_endpoint("127.0.0.1", ["http://203.0.113.7:1"]) == ("127.0.0.1", "127.0.0.1")
+    assert find_endpoint("127.0.0.1", ["http://203.0.113.7:1"]) == Endpoint("127.0.0.1", "127.0.0.1")
     assert "address (EVERMOE_ADDRESS) is '127.0.0.1', by which no other host reaches it" in caplog.text
     assert "the Lighthouse is on 203.0.113.7" in caplog.text
 
@@ -85,6 +91,8 @@ def test_a_loopback_address_is_warned_of_if_the_lighthouse_is_elsewhere(caplog):
         (None, "http://here:1", ("here", None)),  # its name may mean loopback here, and an address elsewhere
         ("127.0.0.3", "http://127.0.0.1:1", ("127.0.0.3", "127.0.0.3")),
         ("localhost", "http://10.1.2.3:1", ("localhost", "127.0.0.1")),
+        ("127.0.0.3, localhost", "http://127.0.0.1:1", ("127.0.0.3", "127.0.0.3", ("127.0.0.1",))),
+        ("192.0.2.1,127.0.0.2", "http://10.1.2.3:1", ("192.0.2.1", None, ("127.0.0.2",))),
         ("192.0.2.1", "http://10.1.2.3:1", ("192.0.2.1", None)),  # of no interface, as behind a translation
         ("no-such-host.invalid", "http://10.1.2.3:1", ("no-such-host.invalid", None)),
     ],
@@ -99,4 +107,9 @@ def test_place(monkeypatch, given, lighthouse, place):
         return [(2, 1, 6, "", (known.get(host, host), port or 0))]
 
     monkeypatch.setattr("socket.getaddrinfo", look_up)
-    assert find_endpoint(given, [lighthouse]) == place
+    assert find_endpoint(given, [lighthouse]) == Endpoint(*place)
+
+
+def test_a_further_card_must_be_one_of_this_machine():
+    with pytest.raises(ValueError, match=r"of a network card of this machine after a comma, got '192\.0\.2\.1'"):
+        find_endpoint("127.0.0.1,192.0.2.1", ["http://127.0.0.1:1"])
