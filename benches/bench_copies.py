@@ -79,7 +79,7 @@ def cuda_benches(tensors, chunk_bytes):
     to_host = lambda: pinned.copy_(flat, non_blocking=True)  # noqa: E731
     within = lambda: other.copy_(flat)  # noqa: E731
     yield "save", {"ours": save, "copy": to_host}
-    digest = {"ours": lambda: gpu_digests(units, chunk_bytes=chunk_bytes), "copy": to_host}
+    digest = {"ours": lambda: gpu_digests(units), "copy": to_host}
     yield "digest", digest | {"torch": lambda: [tensor.cpu() for tensor in tensors]}
     yield "restore", {"ours": restore, "copy": lambda: flat.copy_(pinned, non_blocking=True)}
     yield "pack", {"ours": lambda: chunks.pack_chunks(tensors, 0, packed, hashes), "copy": within}

@@ -72,6 +72,7 @@ template <typename Step> struct Batch {
 constexpr size_t kBlockBytes = 4096;    // of the stream, with one hash
 constexpr unsigned kQuarters = 4;       // threads that share a block of bytes
 constexpr unsigned kCopyThreads = 64; // of a block of threads: few warps, so that one chunk uses many multiprocessors
+constexpr unsigned kDigestThreads = 256; // of a block that digests a unit
 
 // Location of the bytes of a tensor.
 struct Span {

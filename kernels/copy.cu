@@ -54,6 +54,11 @@ struct Lanes {
     low += unit.high + low_by_high(unit.low ^ key_at(from));
     high += unit.low + low_by_high(unit.high ^ key_at(from + 8));
   }
+  // As `add`, of a stripe whose number is only known at run time: an array of registers has no such elements.
+  __device__ void add_stripe(Unit unit, unsigned quarter, unsigned stripe) {
+    low += unit.high + low_by_high(unit.low ^ kSecret[2 * quarter + stripe]);
+    high += unit.low + low_by_high(unit.high ^ kSecret[2 * quarter + stripe + 1]);
+  }
   // Called at the end of each 1024 bytes.
   __device__ void scramble() {
     low = (low ^ low >> 47 ^ key[16]) * kPrime32_1;
@@ -66,12 +71,12 @@ struct Lanes {
   }
 };
 
-// Returns the same in each of the four threads; the entire warp must take part.
-__device__ inline uint64_t finish_hash(const Lanes& lanes) {
+// Returns the hash of a number of bytes, the same in each of the four threads; the entire warp must take part.
+__device__ inline uint64_t finish_hash(const Lanes& lanes, uint64_t bytes = kBlockBytes) {
   uint64_t sum = lanes.part();
   sum += __shfl_xor_sync(kAllLanes, sum, 1);
   sum += __shfl_xor_sync(kAllLanes, sum, 2);
-  sum += kBlockBytes * kPrime64_1;
+  sum += bytes * kPrime64_1;
   sum = (sum ^ sum >> 37) * 0x165667919E3779F9;
   return sum ^ sum >> 32;
 }
@@ -253,4 +258,89 @@ extern "C" __global__ __launch_bounds__(kCopyThreads) void unpack_chunks(const S
       if (bytes) store_bytes(spans[span].at + (here - spans[span].start), bytes, in[stripe * kQuarters]);
     }
   });
+}
+
+// ---- digests of units ----------------------------------------------------------------------------
+// A *unit* is the bytes of some tensors, one after the other without gaps; its digest is their XXH3-64, for more than 240
+// bytes. Between two kilobytes XXH3 scrambles its accumulators, so that a unit can only be hashed from its start on. But
+// what a kilobyte adds to them does not depend on them. So the threads of a block compute that for 64 kilobytes at a time,
+// and eight of them add it up, one for each accumulator, while the others load the next 64.
+constexpr unsigned kAhead = kDigestThreads / kQuarters;  // kilobytes
+constexpr unsigned kKilobyte = 1024, kStripe = 64;
+
+// Loads 16 bytes of a unit, perhaps of several tensors.
+__device__ inline Unit load_across(const Span* __restrict__ spans, size_t num_spans, size_t& span, uint64_t byte) {
+  if (bytes_here(spans, num_spans, span, byte) >= 16) return load_bytes(spans[span].at + (byte - spans[span].start), 16);
+  Unit unit = {0, 0};
+  size_t at = span;
+  for (unsigned i = 0; i < 16; ++i) {
+    if (!bytes_here(spans, num_spans, at, byte + i)) break;
+    const uint64_t value = spans[at].at[byte + i - spans[at].start];
+    if (i < 8) unit.low |= value << 8 * i;
+    else unit.high |= value << 8 * (i - 8);
+  }
+  return unit;
+}
+
+// Launch: 1-D grid of any size, blockDim.x kDigestThreads.
+extern "C" __global__ __launch_bounds__(kDigestThreads) void digest_units(const Span* __restrict__ spans,  // of all units, with `start` in its unit  device
+                                        const uint64_t* __restrict__ ends,  // [num_units] number of spans up to the end of each  device
+                                        size_t num_units,
+                                        uint64_t* __restrict__ digests) {   // [num_units]  device, written
+  __shared__ uint64_t sums[2][kAhead][8];
+  const unsigned quarter = threadIdx.x % kQuarters, ahead = threadIdx.x / kQuarters;
+  Lanes lanes(quarter);
+  for (size_t unit = blockIdx.x; unit < num_units; unit += gridDim.x) {
+    const size_t from = unit ? ends[unit - 1] : 0, num_spans = ends[unit] - from;
+    const Span* const mine = spans + from;
+    const uint64_t bytes = mine[num_spans - 1].start + mine[num_spans - 1].bytes;
+    const uint64_t last = (bytes - 1) / kKilobyte;  // the number of the last kilobyte, which may be shorter
+    uint64_t sum = threadIdx.x < 8 ? kStart[threadIdx.x] : 0;
+    unsigned turn = 0;
+    for (uint64_t first = 0; first <= last; first += kAhead, turn ^= 1) {
+      const uint64_t kilobyte = first + ahead;
+      lanes.low = lanes.high = 0;
+      if (kilobyte <= last) {
+        const uint64_t byte = kilobyte * kKilobyte + quarter * 16;
+        size_t span = find_span(mine, num_spans, byte);
+        if (kilobyte < last && mine[span].start + mine[span].bytes >= byte + kKilobyte) {
+          const unsigned char* const at = mine[span].at + (byte - mine[span].start);
+          Unit units[kAtOnce];
+#pragma unroll
+          for (unsigned half = 0; half < 16; half += kAtOnce) {
+#pragma unroll
+            for (unsigned i = 0; i < kAtOnce; ++i) units[i] = load_bytes(at + (half + i) * kStripe, 16);
+#pragma unroll
+            for (unsigned i = 0; i < kAtOnce; ++i) lanes.add(units[i], 8 * (half + i));
+          }
+        } else {
+          const unsigned stripes = kilobyte < last ? 16 : static_cast<unsigned>((bytes - 1) % kKilobyte / kStripe);
+          for (unsigned i = 0; i < stripes; ++i)
+            lanes.add_stripe(load_across(mine, num_spans, span, byte + i * kStripe), quarter, i);
+          // The very last stripe ends with the unit, and has its own position in the secret.
+          const uint64_t end = bytes - kStripe + quarter * 16;
+          span = find_span(mine, num_spans, end);
+          if (kilobyte == last) lanes.add(load_across(mine, num_spans, span, end), 121);
+        }
+      }
+      sums[turn][ahead][2 * quarter] = lanes.low;
+      sums[turn][ahead][2 * quarter + 1] = lanes.high;
+      __syncthreads();
+      if (threadIdx.x < 8) {
+        for (unsigned i = 0; i < kAhead && first + i <= last; ++i) {
+          sum += sums[turn][i][threadIdx.x];
+          if (first + i < last) sum = (sum ^ sum >> 47 ^ kSecret[16 + threadIdx.x]) * kPrime32_1;
+        }
+      }
+    }
+    if (threadIdx.x < 8) sums[turn][0][threadIdx.x] = sum;
+    __syncthreads();
+    if (threadIdx.x < kWarp) {
+      lanes.low = sums[turn][0][2 * quarter];
+      lanes.high = sums[turn][0][2 * quarter + 1];
+      const uint64_t digest = finish_hash(lanes, bytes);
+      if (threadIdx.x == 0) digests[unit] = digest;
+    }
+    __syncthreads();
+  }
 }

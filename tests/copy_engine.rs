@@ -314,7 +314,7 @@ fn sources_are_fetched_before_they_are_read() {
             Ok(fetched)
         };
         // SAFETY: fetched bytes do not change until they were copied.
-        unsafe { engine.capture_fetched(&arena, version, Some(&runs), Box::new(fetch), Box::new(())) }
+        unsafe { engine.capture_fetched(&arena, version, Some(&runs), Box::new(fetch), None, Box::new(())) }
             .unwrap()
     };
     let (refused, after) = (start(1, 9999), arena.path().with_extension("after"));

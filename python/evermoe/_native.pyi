@@ -420,14 +420,6 @@ def copy_units(sources: Sequence[Sequence[tuple[int, int]]], outs: list[NDArray[
     runs that do not add up to their place.
     """
 
-def digest_lanes(sizes: list[int], count: int | None = None) -> list[list[int]]:
-    """Divide units of `sizes` bytes into lanes for `digests_on_device`, with about the same number of bytes each.
-
-    The number of lanes is `count`, or the number of threads that pays off, at most half of the processors.
-
-    Example: `digest_lanes([10, 60, 30, 40], 2)` is `[[1, 0], [3, 2]]`: 70 bytes each.
-    """
-
 class CopyEngine:
     """A thread that captures scattered memory into arenas in the background, while its gate is open.
 
@@ -549,15 +541,12 @@ class ChunkCopier:
     def is_done(self, first: int, end: int) -> bool: ...
     def wait(self, first: int, end: int) -> None: ...
 
-def digests_on_device(
-    lanes: list[tuple[ChunkCopier, int, list[list[NDArray[np.uint8] | None]]]],
-) -> list[list[int]]:
-    """Return the xxh3-64 of the units of each lane, with a thread per lane, without the GIL.
+def digest_units(device: int, current_stream: int, spans: int, ends: int, num_units: int, digests: int) -> None:
+    """Launch the kernel that computes the XXH3-64 of units on a device, each of more than 240 bytes.
 
-    A lane is a copier that was created with `for_captures`, torch's current stream, and the consecutive parts of each
-    unit: contiguous bytes in CPU memory, or None for the copier's next tensor. The tensors' values are those after all
-    work queued on the stream. No code may write them or use the copier meanwhile. ValueError if the units have more or
-    fewer tensors than the copier, RuntimeError for an error of the device; nothing is read any more then.
+    Addresses on the device: `spans`, `[n, 3]` int64, the address, the offset in its unit and the bytes of each tensor,
+    unit by unit; `ends`, `[num_units]` int64, the number of spans up to the end of each unit; `digests`, `[num_units]`
+    64-bit words, written. All must live until the stream has passed the launch.
     """
 
 # ---- end of copies ----------------------------------------------------------------------------

@@ -11,6 +11,8 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicI64, Ordering};
 use xxhash_rust::xxh3::{Xxh3, xxh3_64};
 
+/// Maximum bytes of units that only the host digests: XXH3 has other algorithms for them.
+pub const MAX_SHORT_BYTES: usize = 240;
 /// Minimum number of blocks for a further thread.
 const GRAIN: usize = 32;
 

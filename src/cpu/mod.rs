@@ -44,7 +44,7 @@ mod vector;
 pub use adamw::{AdamWOptions, AdamWStep, adamw};
 pub use buffers::{Buffer, Buffers, MIN_BYTES};
 pub use chunk_layout::{BLOCK_BYTES, ChunkLayout, Piece};
-pub use chunks::{chunk_checksum, hash_blocks, pack_chunks, unpack_chunks};
+pub use chunks::{MAX_SHORT_BYTES, chunk_checksum, hash_blocks, pack_chunks, unpack_chunks};
 pub use exchange::regroup;
 pub use float::Float;
 pub use fp8::{FP8_COLUMNS, dequantize_rows, fp8_row_bytes, quantize_rows};

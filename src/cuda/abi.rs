@@ -29,6 +29,8 @@ pub(super) const NUMBERS: usize = 9;
 pub(super) const THREADS_PER_BLOCK: usize = 4;
 /// Threads of a launch's blocks that copy chunks.
 pub(super) const COPY_THREADS: usize = 64;
+/// Threads of a block that digests a unit.
+pub(super) const DIGEST_THREADS: usize = 256;
 
 /// One layer's ids.
 #[repr(C)]
@@ -121,7 +123,7 @@ const _: () = assert!(size_of::<BatchTable>() <= 4096 && MAX_TENSORS.is_power_of
 pub struct Span {
     /// Device address, of any alignment.
     pub at: u64,
-    /// First byte in the stream of chunks.
+    /// First byte in the stream of chunks, or in its unit.
     pub start: u64,
     /// Length, above 0.
     pub bytes: u64,
@@ -138,7 +140,7 @@ mod tests {
     const HEADER: &str = include_str!("../../kernels/abi.h");
 
     /// The constants of the header, with their values in Rust.
-    const CONSTANTS: [(&str, usize); 24] = [
+    const CONSTANTS: [(&str, usize); 25] = [
         ("kWarp", WARP),
         ("kInFlight", IN_FLIGHT),
         ("kCombiningThreads", COMBINING_THREADS),
@@ -162,6 +164,7 @@ mod tests {
         ("kBlockBytes", BLOCK_BYTES),
         ("kQuarters", THREADS_PER_BLOCK),
         ("kCopyThreads", COPY_THREADS),
+        ("kDigestThreads", DIGEST_THREADS),
         ("AdamWStep::kArrays + SgdStep::kArrays", 3 + 2),
     ];
 

@@ -1,8 +1,8 @@
 //! Launches of the copies between tensors and chunks.
 
-use super::abi::{COPY_THREADS, Span, THREADS_PER_BLOCK};
+use super::abi::{COPY_THREADS, DIGEST_THREADS, Span, THREADS_PER_BLOCK};
 use super::device::{Grid, Launcher};
-use crate::cpu::{BLOCK_BYTES, ChunkLayout};
+use crate::cpu::{BLOCK_BYTES, ChunkLayout, MAX_SHORT_BYTES};
 use crate::ensure;
 use crate::error::Result;
 
@@ -15,6 +15,30 @@ impl Span {
         let spans =
             tensors.map(|((&at, &start), &bytes)| Self { at, start: start as u64, bytes: bytes as u64 });
         spans.filter(|span| span.bytes > 0).collect()
+    }
+
+    /// Returns the spans of units, each of some of the tensors in order, and the number of spans up to the end of each
+    /// unit; without units of [`MAX_SHORT_BYTES`] or less.
+    pub(super) fn units(
+        sizes: &[usize],
+        addresses: &[u64],
+        tensors_per_unit: &[usize],
+    ) -> (Vec<Self>, Vec<u64>) {
+        let (mut spans, mut ends) = (vec![], vec![]);
+        let mut tensors = addresses.iter().zip(sizes);
+        for &count in tensors_per_unit {
+            let (first, mut start) = (spans.len(), 0);
+            for (&at, &bytes) in tensors.by_ref().take(count).filter(|&(_, &bytes)| bytes > 0) {
+                spans.push(Self { at, start, bytes: bytes as u64 });
+                start += bytes as u64;
+            }
+            if start > MAX_SHORT_BYTES as u64 {
+                ends.push(spans.len() as u64);
+            } else {
+                spans.truncate(first);
+            }
+        }
+        (spans, ends)
     }
 }
 
@@ -117,6 +141,36 @@ impl Launcher {
     pub unsafe fn clear_wrong(&self, wrong: u64, count: usize) -> Result<()> {
         // SAFETY: by the caller's promise.
         unsafe { self.fill(wrong, 0, count * size_of::<i64>()) }
+    }
+
+    /// Computes the digest of each unit: XXH3-64 of the bytes of its spans, one after the other without gaps. At most
+    /// `most_at_once` units are read at a time, each by a block of threads.
+    ///
+    /// # Safety
+    /// `spans` must hold the spans of all units, with `start` in its unit, `ends` `num_units` uint64, the number of spans
+    /// up to the end of each unit, and `digests` `num_units` uint64, all on the device and until the stream has passed
+    /// the launch. Each unit must have more than [`crate::cpu::MAX_SHORT_BYTES`].
+    ///
+    /// # Errors
+    /// Errors of the driver.
+    pub unsafe fn digest_units(
+        &self,
+        spans: u64,
+        ends: u64,
+        num_units: usize,
+        digests: u64,
+        most_at_once: usize,
+    ) -> Result<()> {
+        if num_units == 0 {
+            return Ok(());
+        }
+        let grid = Grid {
+            blocks: num_units.min(most_at_once).clamp(1, MAX_BLOCKS),
+            threads: DIGEST_THREADS,
+            shared_bytes: 0,
+        };
+        // SAFETY: by the caller's promise; the arguments are in the kernel's order.
+        unsafe { self.launch("digest_units", grid, &[spans, ends, num_units as u64, digests]) }
     }
 
     /// Computes the hash of each block: [`crate::cpu::hash_blocks`].

@@ -24,6 +24,9 @@ use std::ffi::c_void;
 use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
 
+/// Maximum number of units that are digested at a time: most of the GPU's processors are left to training.
+const UNITS_AT_ONCE: usize = 16;
+
 /// Location of the chunks on the host.
 #[derive(Debug)]
 pub enum HostMemory {
@@ -52,6 +55,8 @@ pub struct ChunkCopier {
     // The fields are dropped in this order: the streams first, which wait for all queued work.
     pack: CopyStream,
     copy: CopyStream,
+    /// Computes digests of units.
+    digest: CopyStream,
     staging: Vec<StagingBuffer>,
     /// One event per group: recorded after its last transfer.
     done: Vec<Event>,
@@ -60,9 +65,11 @@ pub struct ChunkCopier {
     /// Recorded when the tensors are no longer read or written.
     released: Event,
     chunks: PinnedBuffer,
-    /// Hashes, followed by counts of wrong blocks.
+    /// Hashes, followed by counts of wrong blocks, and the tables of units.
     hashes: PinnedBuffer,
     layout: ChunkLayout,
+    /// Addresses of the tensors.
+    addresses: Vec<u64>,
     workspace: Workspace,
     start: u64,
     /// Index of the next buffer; locked while work is queued.
@@ -107,7 +114,7 @@ impl ChunkCopier {
             HostMemory::Own | HostMemory::Slots => PinnedBuffer::new(device, bytes)?,
         };
         ensure!(chunks.len() == bytes, "chunks: expected {bytes} bytes of host memory, got {}", chunks.len());
-        let words = parts.host_hashes() + parts.num_chunks;
+        let words = parts.host_hashes() + parts.num_chunks + parts.words_of_units() + parts.num_spans;
         let hashes = PinnedBuffer::new(device, words * WORD)?;
         let device = Device::get(device)?;
         let _current = device.make_current()?;
@@ -118,6 +125,7 @@ impl ChunkCopier {
         let copier = Self {
             pack: CopyStream::new(&device)?,
             copy: CopyStream::new(&device)?,
+            digest: CopyStream::new(&device)?,
             staging: (0..parts.num_staging).map(buffer).collect::<Result<_>>()?,
             done: (0..parts.num_groups()).map(|_| Event::new(&device)).collect::<Result<_>>()?,
             ready: Event::new(&device)?,
@@ -129,6 +137,7 @@ impl ChunkCopier {
             queue: Mutex::new(0),
             device: device.clone(),
             layout,
+            addresses: addresses.to_vec(),
         };
         let table = Span::table(&copier.layout, addresses);
         // SAFETY: by the caller's promise; the workspace has room for the table, and the copier's streams wait for
@@ -248,13 +257,62 @@ impl ChunkCopier {
         unsafe { self.released.before(stream) }
     }
 
+    /// Starts to compute the digests of the units that the tensors make up, except for short ones, in the state of the
+    /// tensors at the last [`ChunkCopier::save`]. Returns their number immediately.
+    ///
+    /// # Safety
+    /// As [`ChunkCopier::save_more`]. The previous digests must have been waited for.
+    ///
+    /// # Errors
+    /// For counts that do not add up to the tensors, and errors of the driver.
+    pub(super) unsafe fn start_digests(&self, tensors_per_unit: &[usize]) -> Result<usize> {
+        let num_tensors = self.addresses.len();
+        let count = tensors_per_unit.iter().fold(0, |sum: usize, &count| sum.saturating_add(count));
+        ensure!(count == num_tensors, "tensors_per_unit: expected {num_tensors} tensors in all, got {count}");
+        let (spans, ends) = Span::units(self.layout.sizes(), &self.addresses, tensors_per_unit);
+        let words = self.workspace.words_of_units();
+        let spans_on_host = self.units().cast::<Span>();
+        let ends_at = self.workspace.num_spans * size_of::<Span>();
+        let at = self.start + self.workspace.units_at() as u64;
+        let digests = at + (words * WORD) as u64;
+        let launcher = self.digest.launcher();
+        // SAFETY: the host's memory and the device's have room for the spans and ends of all tensors, and nothing uses
+        // them now, by the caller's promise. The stream waits until the tensors are in their state.
+        unsafe {
+            spans_on_host.copy_from_nonoverlapping(spans.as_ptr(), spans.len());
+            let ends_on_host = self.units().byte_add(ends_at);
+            ends_on_host.copy_from_nonoverlapping(ends.as_ptr(), ends.len());
+            self.ready.before(self.digest.raw())?;
+            launcher.copy_from_host(self.units().cast(), at, words * WORD)?;
+            launcher.digest_units(at, at + ends_at as u64, ends.len(), digests, UNITS_AT_ONCE)?;
+            launcher.copy_to_host(digests, self.units().add(words).cast(), ends.len() * WORD)?;
+        }
+        Ok(ends.len())
+    }
+
+    /// Waits for the digests that were started, and returns as many.
+    ///
+    /// # Errors
+    /// Errors on the device.
+    pub(super) fn wait_digests(&self, count: usize) -> Result<Vec<u64>> {
+        self.digest.wait()?;
+        // SAFETY: `start_digests` has started to copy as many to this place, which nothing writes now.
+        Ok(unsafe { std::slice::from_raw_parts(self.units().add(self.workspace.words_of_units()), count) }
+            .to_vec())
+    }
+
+    /// The tables of units on the host.
+    fn units(&self) -> *mut u64 {
+        self.wrong().wrapping_add(self.workspace.num_chunks).cast()
+    }
+
     /// Blocks the calling thread until no started copy uses the tensors or the host's memory, even after an error.
     ///
     /// # Errors
     /// Errors on the device.
     pub(super) fn finish(&self) -> Result<()> {
-        let packed = self.pack.wait();
-        packed.and(self.copy.wait())
+        let (packed, digested) = (self.pack.wait(), self.digest.wait());
+        packed.and(digested).and(self.copy.wait())
     }
 
     /// Number of chunks of a transfer.

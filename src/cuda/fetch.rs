@@ -22,6 +22,7 @@ pub struct Fetcher {
     places: Option<Vec<usize>>,
     started_chunks: usize,
     arrived_chunks: usize,
+    has_digests: bool,
 }
 
 impl Fetcher {
@@ -42,7 +43,14 @@ impl Fetcher {
             end += bytes;
             end
         });
-        Ok(Self { ends: ends.collect(), copier, places: None, started_chunks: 0, arrived_chunks: 0 })
+        Ok(Self {
+            ends: ends.collect(),
+            copier,
+            places: None,
+            started_chunks: 0,
+            arrived_chunks: 0,
+            has_digests: false,
+        })
     }
 
     /// Runs of each tensor's copy on the host: address and bytes. [`Fetcher::fetch`] returns how many are readable.
@@ -65,6 +73,23 @@ impl Fetcher {
         ensure!(places.len() == num_tensors, "places: expected {num_tensors}, got {}", places.len());
         self.places = Some(places);
         Ok(self)
+    }
+
+    /// Starts to compute on the device the digests of units, each of some of the tensors in order. Returns a function that
+    /// waits for those of units of more than [`MAX_SHORT_BYTES`](crate::cpu::MAX_SHORT_BYTES). What arrives on the host
+    /// with another digest was damaged on its way.
+    ///
+    /// # Errors
+    /// For counts that do not add up to the tensors, and errors of the driver.
+    pub fn digests(
+        &mut self,
+        tensors_per_unit: &[usize],
+    ) -> Result<impl FnOnce() -> Result<Vec<u64>> + Send + use<>> {
+        self.has_digests = true;
+        // SAFETY: by the promise of `new`, nothing writes the tensors or uses the copier; `drop` waits for the device.
+        let count = unsafe { self.copier.start_digests(tensors_per_unit)? };
+        let copier = self.copier.clone();
+        Ok(move || copier.wait_digests(count))
     }
 
     /// Waits for the next transfer, and starts further ones that have room on the host: earlier bytes have been read.
@@ -131,7 +156,7 @@ impl Fetcher {
 impl Drop for Fetcher {
     /// Waits for started transfers: afterwards the tensors and the memory on the host may be used for other things.
     fn drop(&mut self) {
-        if self.arrived_chunks < self.started_chunks {
+        if self.arrived_chunks < self.started_chunks || self.has_digests {
             let _ = self.copier.finish();
         }
     }

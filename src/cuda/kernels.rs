@@ -33,5 +33,5 @@ pub(super) const BINARIES: &[Binary] = &[
     binary!("fp8": "quantize_f32" "quantize_bf16" "quantize_f16" "dequantize_f32" "dequantize_bf16" "dequantize_f16"),
     binary!("exchange": "regroup_starts" "regroup" "split_tokens"),
     binary!("replay": "adamw" "sgd"),
-    binary!("copy": "pack_chunks" "hash_blocks" "unpack_chunks"),
+    binary!("copy": "pack_chunks" "hash_blocks" "unpack_chunks" "digest_units"),
 ];

@@ -82,7 +82,17 @@ impl Workspace {
         self.spans_at() + self.num_spans * size_of::<Span>()
     }
 
-    pub(super) fn bytes(&self) -> usize {
+    /// Offset of the tables of units, after the counts of wrong blocks: their spans, their ends and their digests.
+    pub(super) fn units_at(&self) -> usize {
         self.wrong_at() + self.num_chunks * WORD
+    }
+
+    /// Words of the tables of units up to the digests. A unit has one span or more.
+    pub(super) fn words_of_units(&self) -> usize {
+        self.num_spans * (size_of::<Span>() / WORD + 1)
+    }
+
+    pub(super) fn bytes(&self) -> usize {
+        self.units_at() + (self.words_of_units() + self.num_spans) * WORD
     }
 }

@@ -4,24 +4,17 @@
 use super::chunks::{ChunkCopier, stream};
 use super::snapshot::Arena;
 #[cfg(feature = "cuda")]
-use super::snapshot::bytes_of;
-#[cfg(feature = "cuda")]
 use crate::cuda;
 #[cfg(feature = "cuda")]
 use crate::ensure;
 use crate::error::Error;
 use crate::snapshot::{self, CaptureState, Run};
-#[cfg(feature = "cuda")]
-use numpy::PyReadonlyArray1;
 use numpy::PyReadwriteArray1;
 use pyo3::prelude::*;
 use std::time::{Duration, Instant};
 
 pub(super) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(copy_units, module)?)?;
-    module.add_function(wrap_pyfunction!(digest_lanes, module)?)?;
-    #[cfg(feature = "cuda")]
-    module.add_function(wrap_pyfunction!(digests_on_device, module)?)?;
     module.add_class::<CopyEngine>()?;
     module.add_class::<Capture>()
 }
@@ -37,74 +30,6 @@ fn copy_units(
     let mut outs = outs.collect::<Result<Vec<&mut [u8]>, _>>()?;
     // SAFETY: the caller promises not to change the sources, see the stub.
     Ok(py.detach(|| unsafe { snapshot::copy_units(&sources, &mut outs) })?)
-}
-
-#[pyfunction]
-#[pyo3(signature = (sizes, count = None))]
-fn digest_lanes(sizes: Vec<usize>, count: Option<usize>) -> Vec<Vec<usize>> {
-    snapshot::digest_lanes(&sizes, count)
-}
-
-/// A copier, torch's current stream, and the parts of each unit: bytes in CPU memory, or the copier's next tensor.
-#[cfg(feature = "cuda")]
-type DeviceLane<'py> = (Py<ChunkCopier>, usize, Vec<Vec<Option<PyReadonlyArray1<'py, u8>>>>);
-
-#[cfg(feature = "cuda")]
-#[pyfunction]
-fn digests_on_device(py: Python<'_>, lanes: Vec<DeviceLane<'_>>) -> PyResult<Vec<Vec<u64>>> {
-    let mut jobs = vec![];
-    for (copier, current_stream, units) in &lanes {
-        let units = units.iter().map(|parts| {
-            parts.iter().map(|part| part.as_ref().map(bytes_of).transpose()).collect::<PyResult<Vec<_>>>()
-        });
-        let units = units.collect::<PyResult<Vec<_>>>()?;
-        jobs.push((copier.get().copier.clone(), *current_stream, units));
-    }
-    let found = py.detach(move || {
-        let lanes = jobs.into_iter().map(|(copier, current_stream, units)| {
-            // SAFETY: torch's streams live as long as the process; the caller does not use the tensors and the copier
-            // until this returns, see the stub.
-            let mut fetcher = unsafe { cuda::Fetcher::new(copier, stream(current_stream))? };
-            let units = parts(&units, &fetcher.copies())?;
-            Ok(snapshot::Lane { units, fetch: Box::new(move |_| fetcher.fetch()) })
-        });
-        let lanes = lanes.collect::<Result<Vec<_>, Error>>()?;
-        // SAFETY: a fetcher does not overwrite fetched bytes until it is called again; the copiers, which own that
-        // memory, live in `lanes` above.
-        unsafe { snapshot::digests_fetched(lanes) }
-    });
-    Ok(found?)
-}
-
-/// The parts of units: present bytes, and the runs of the tensors in order.
-#[cfg(feature = "cuda")]
-fn parts<'a>(
-    units: &[Vec<Option<&'a [u8]>>],
-    tensors: &[Vec<(usize, usize)>],
-) -> Result<Vec<Vec<snapshot::HashSource<'a>>>, Error> {
-    let asked = units.iter().flatten().filter(|part| part.is_none()).count();
-    ensure!(
-        asked == tensors.len(),
-        "lanes: expected units with the copier's {} tensors, got {asked}",
-        tensors.len()
-    );
-    let mut tensors = tensors.iter();
-    let mut found = Vec::with_capacity(units.len());
-    for parts in units {
-        let mut unit = vec![];
-        for part in parts {
-            if let Some(bytes) = part {
-                unit.push(snapshot::HashSource::Present(bytes));
-            } else {
-                let runs = tensors.next().into_iter().flatten();
-                unit.extend(
-                    runs.map(|&(address, bytes)| snapshot::HashSource::Fetched(Run { address, bytes })),
-                );
-            }
-        }
-        found.push(unit);
-    }
-    Ok(found)
 }
 
 fn runs(unit: Vec<(usize, usize)>) -> Vec<Run> {
@@ -156,20 +81,31 @@ impl CopyEngine {
         let capture = py.detach(move || {
             // SAFETY: torch's streams live as long as the process; the caller does not use the tensors and the copier
             // until the capture is over, see the stub.
-            let fetcher = unsafe { cuda::Fetcher::new(chunks.clone(), stream(current_stream))? };
+            let mut fetcher = unsafe { cuda::Fetcher::new(chunks.clone(), stream(current_stream))? };
+            let digests: snapshot::Digests = Box::new(fetcher.digests(&tensors_per_unit)?);
             if arena.is_page_locked() {
                 let places = places(arena.layout(), chunks.layout().sizes(), &tensors_per_unit)?;
                 let mut fetcher = fetcher.with_places(places)?;
                 // SAFETY: the places lie in the buffer, which belongs to the capture.
                 let fetch = Box::new(move |buffer| unsafe { fetcher.fetch_to(buffer) });
                 // SAFETY: as above; `copier` owns the tensors, and is dropped after the fetcher.
-                return unsafe { self.0.capture_fetched(&arena, version, None, fetch, Box::new(copier)) };
+                return unsafe {
+                    self.0.capture_fetched(&arena, version, None, fetch, Some(digests), Box::new(copier))
+                };
             }
-            let mut fetcher = fetcher;
             let sources = by_unit(&fetcher.copies(), &tensors_per_unit)?;
             let fetch = Box::new(move |_| fetcher.fetch());
             // SAFETY: as above; `copier` owns the tensors' copies, and is dropped after the fetcher.
-            unsafe { self.0.capture_fetched(&arena, version, Some(&sources), fetch, Box::new(copier)) }
+            unsafe {
+                self.0.capture_fetched(
+                    &arena,
+                    version,
+                    Some(&sources),
+                    fetch,
+                    Some(digests),
+                    Box::new(copier),
+                )
+            }
         });
         Ok(Capture(capture?))
     }

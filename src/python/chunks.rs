@@ -10,7 +10,28 @@ use std::ffi::c_void;
 use std::sync::Arc;
 
 pub(super) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add_function(wrap_pyfunction!(digest_units, module)?)?;
     module.add_class::<ChunkCopier>()
+}
+
+#[pyfunction]
+fn digest_units(
+    py: Python<'_>,
+    device: usize,
+    current_stream: usize,
+    spans: u64,
+    ends: u64,
+    num_units: usize,
+    digests: u64,
+) -> PyResult<()> {
+    Ok(py.detach(|| {
+        // SAFETY: torch's streams live as long as the process; `evermoe.state.gpu_digests`, the only caller, passes the
+        // addresses of tensors that it holds until the stream has passed the launch.
+        unsafe {
+            let launcher = cuda::Launcher::new(device, stream(current_stream))?;
+            launcher.digest_units(spans, ends, num_units, digests, num_units)
+        }
+    })?)
 }
 
 /// See `cuda::ChunkCopier`. Streams are those of `torch.cuda.Stream.cuda_stream`.

@@ -19,9 +19,6 @@ mod mapping;
 mod state;
 
 pub use arena::{Arena, PageLock};
-pub use capture::{
-    Capture, CaptureState, CopyEngine, Fetch, HashSource, Lane, Run, copy_units, digest_lanes,
-    digests_fetched,
-};
+pub use capture::{Capture, CaptureState, CopyEngine, Digests, Fetch, Run, copy_units};
 pub use digests::{digest, digests};
 pub use layout::{Layout, Unit};

@@ -210,7 +210,7 @@ class CheckpointWrite:
             data = torch.empty(part.end - part.start, dtype=torch.uint8)
             read_part(self._tensors[name], part.start, data)
             shares.append(Share(self._state.catalog.by_name[name], data, part))
-        found = digests_of([self._tensors[name] for name in self._parts], beside_steps=True)
+        found = digests_of([self._tensors[name] for name in self._parts])
         return [share._replace(digest=value) for share, value in zip(shares, found, strict=True)]
 
     def _conclude(self, everyone: list[Any]) -> Result:

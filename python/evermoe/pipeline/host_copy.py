@@ -70,7 +70,7 @@ class BorderDigest:
         has_kernels = has_cuda_kernels()
         on_gpu = [each for each in tensors if each.is_cuda and has_kernels]
         on_host = [each for each in tensors if not (each.is_cuda and has_kernels)]
-        self._number = digests_of([on_host], beside_steps=True)[0]
+        self._number = digests_of([on_host])[0]
         self._hashes = [_block_hashes(each) for each in on_gpu]
 
     def __eq__(self, other: object) -> bool:

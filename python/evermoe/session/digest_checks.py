@@ -106,7 +106,7 @@ class DigestChecks:
             return
         self._window = self._next_window()
         own = {place: [*chain(*part.values())] for place, part in enumerate(map(self._read, self._window)) if part}
-        for place, value in zip(own, digests_of([*own.values()], beside_steps=True), strict=True):
+        for place, value in zip(own, digests_of([*own.values()]), strict=True):
             low, high = value & 0xFFFF, value >> 16 & 0xFFFF
             mine[place * FIELDS : (place + 1) * FIELDS] = [1.0, low, high, low * low, high * high]
         mine[-2] = time.monotonic() - now
@@ -155,9 +155,7 @@ class DigestChecks:
         """Compare digests of each unit's state and gradients in some slots; collective."""
         parts = [self._read(self._window[place]) for place in places] if self._window else []
         own = {name: tensors for part in parts for name, tensors in part.items()}
-        said_R = gather_json(
-            self._membership.everyone, dict(zip(own, digests_of([*own.values()], beside_steps=True), strict=True))
-        )
+        said_R = gather_json(self._membership.everyone, dict(zip(own, digests_of([*own.values()]), strict=True)))
         by_name: dict[str, dict[int, int]] = {}
         for rank, said in enumerate(said_R):
             for name, value in said.items():

@@ -1,22 +1,12 @@
-"""Digests of units on GPUs: captures whose destination is nothing but the hash.
+"""Digests of units on GPUs: one launch reads the bytes at the speed of the GPU's memory.
 
-    torch's stream ──●            the tensors, as it will have left them
-    GPU              pack ─ copy ─ copy ─ …      transfers of 4 MiB to page-locked memory, a few on their way at once
-    thread                       └ hash ─ hash ─ …   each as it has arrived; then its memory takes another one
-
-The units are shared among *lanes*, each with a thread, a copier and its ring of transfers, since one thread hashes more
-slowly than a link brings bytes. The lanes of a GPU hold up to 64 MiB of its memory and 96 MiB of page-locked memory
-together, and little more, however large the units are.
-
-**The floor** is the time in which the bytes cross the link: bytes / bandwidth. Example: 10⁹ parameters with 16 bytes of
-state each are 16 GB. PCIe 5.0 with 16 lanes transfers 32 · 10⁹ · 16 · 128 / 130 bits a second, 63 GB/s before what its
-packets take: 0.25 s at least. `benches/bench_copies.py` has what is reached of one large copy's bandwidth ("digest").
+No byte crosses the link to the host for its digest. A block of threads takes a unit, whose digest can only be computed
+from its first byte to its last. The kernel is `digest_units` of `kernels/copy.cu`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -25,78 +15,35 @@ from torch import Tensor
 
 from evermoe import _native
 from evermoe.ops.cache import has_cuda_kernels
-from evermoe.ops.chunks import open_copier
 from evermoe.process.warn import warn
 
-CHUNK_BYTES = 4 << 20
-"""Bytes of a transfer."""
-MIN_BYTES = 4 * CHUNK_BYTES
-"""Fewer, of all units on a GPU, are copied at once: to page-lock memory would take longer."""
-TRANSFERS = 16
-"""Transfers of all lanes that are on their way at once; 2 to 4 of each lane."""
-
-Parts = list[list[NDArray[np.uint8] | None]]
-"""Of each unit the tensors on the CPU, and None for those on the GPU."""
+MAX_SHORT_BYTES = 240
+"""Maximum bytes of units that only the host digests: XXH3 has other algorithms for them."""
+MAX_HOST_PART = 1 / 16
+"""Maximum part of a unit's bytes that is copied to the GPU first, as an optimizer's `step` on the CPU."""
 
 
-def gpu_digests(
-    units: Sequence[Sequence[Tensor]],
-    *,
-    chunk_bytes: int = CHUNK_BYTES,
-    least_bytes: int = MIN_BYTES,
-    lanes: int | None = None,
-) -> dict[int, int]:
-    """XXH3-64 of each unit's bytes, by its place among the units; of those alone whose bytes take this way.
+def gpu_digests(units: Sequence[Sequence[Tensor]]) -> dict[int, int]:
+    """Compute the XXH3-64 of each unit's bytes, as torch's current stream leaves them, by its place among the units.
 
-    Others have tensors on several GPUs, on none, or such as are not contiguous: those need memory on the GPU to become
-    so. Tensors on the CPU, such as `step`, are read where they are. Nothing takes this way where all units of a GPU are
-    small, in a build without kernels, and where there is too little memory for the transfers, which a warning reports.
+    Omitted are short units, those that are mostly on the CPU, on several GPUs or not contiguous, all in a build without
+    kernels, and those of a GPU that lacks the memory for a table of tensors, which a warning reports.
 
     Args:
         units: tensors, whose bytes follow each other; they may overlap.
-        chunk_bytes: bytes of a transfer, a multiple of 4096. Several of less than 4 MiB together are one.
-        least_bytes: of all units on a GPU together.
-        lanes: threads for each GPU; None for as many as are worth it, up to 8 and half of the processors.
 
     Raises:
         RuntimeError: an error of a device.
     """
-    if not has_cuda_kernels():
-        return {}
-    jobs, places = [], []
-    try:
-        for here in _by_gpu(units):
-            sizes = [sum(tensor.nbytes for tensor in units[place]) for place in here]
-            if sum(sizes) < least_bytes:
-                continue
-            shares = _native.digest_lanes(sizes, lanes)
-            transfers = min(4, max(2, TRANSFERS // len(shares)))
-            for share in shares:
-                places.append([here[index] for index in share])
-                jobs.append(_lane([units[place] for place in places[-1]], chunk_bytes, transfers))
-    except RuntimeError as error:
-        warn(f"digests are made from plain copies of each unit, which is slower: {error}")
-        return {}
-    found = _native.digests_on_device(jobs)
-    return {
-        place: digest
-        for share, digests in zip(places, found, strict=True)
-        for place, digest in zip(share, digests, strict=True)
-    }
-
-
-def in_batches(units: Sequence[Sequence[Tensor]], places: Sequence[int]) -> Iterator[list[int]]:
-    """Yield the places of units in batches of up to `MIN_BYTES`; a larger unit is alone."""
-    some, nbytes = list[int](), 0
-    for place in places:
-        size = sum(tensor.nbytes for tensor in units[place])
-        if some and nbytes + size > MIN_BYTES:
-            yield some
-            some, nbytes = [], 0
-        some.append(place)
-        nbytes += size
-    if some:
-        yield some
+    found: dict[int, int] = {}
+    for device, places in _by_gpu(units).items() if has_cuda_kernels() else ():
+        try:
+            digests = _digests_on(device, [units[place] for place in places])
+        except torch.OutOfMemoryError as error:
+            warn(f"digests are made from plain copies of each unit, which is slower: {error}")
+            continue
+        found |= dict(zip(places, digests, strict=True))
+    return found
 
 
 def bytes_of(tensor: Tensor) -> NDArray[np.uint8]:
@@ -104,42 +51,38 @@ def bytes_of(tensor: Tensor) -> NDArray[np.uint8]:
     return tensor.reshape(-1).view(torch.uint8).cpu().numpy()
 
 
-def bytes_of_units(units: Sequence[Sequence[Tensor]]) -> list[list[NDArray[np.uint8]]]:
-    """Return the bytes of each unit's tensors, of contiguous ones on the CPU without a copy.
-
-    Those of a GPU come in one copy, for which the host waits once, unless they have more than `MIN_BYTES` or the GPU
-    has no room for them.
-    """
-    flat = [tensor.reshape(-1).view(torch.uint8) for tensors in units for tensor in tensors]
-    for device in {each.device for each in flat if each.is_cuda}:
-        places = [place for place, each in enumerate(flat) if each.device == device]
-        lengths = [len(flat[place]) for place in places]
-        if len(places) == 1 or sum(lengths) > MIN_BYTES:
-            continue
-        with suppress(torch.OutOfMemoryError):
-            joined = torch.cat([flat[place] for place in places]).cpu()
-            for place, part in zip(places, joined.split(lengths), strict=True):
-                flat[place] = part
-    found = iter(flat)
-    return [[bytes_of(next(found)) for _ in tensors] for tensors in units]
-
-
-def _by_gpu(units: Sequence[Sequence[Tensor]]) -> list[list[int]]:
-    """Places of the units that lie on one GPU, for each GPU."""
+def _by_gpu(units: Sequence[Sequence[Tensor]]) -> dict[torch.device, list[int]]:
+    """Places of the units that one GPU can digest, for each GPU."""
     found: dict[torch.device, list[int]] = {}
     for place, tensors in enumerate(units):
         on_gpu = [tensor for tensor in tensors if tensor.is_cuda]
-        devices = {tensor.device for tensor in on_gpu}
+        nbytes, here = (sum(tensor.nbytes for tensor in some) for some in (tensors, on_gpu))
         is_plain = all(tensor.layout == torch.strided and tensor.is_contiguous() for tensor in on_gpu)
-        if len(devices) == 1 and is_plain:
+        is_here = is_plain and nbytes > MAX_SHORT_BYTES and nbytes - here <= MAX_HOST_PART * nbytes
+        devices = {tensor.device for tensor in on_gpu}
+        if is_here and len(devices) == 1:
             found.setdefault(devices.pop(), []).append(place)
-    return list(found.values())
+    return found
 
 
-def _lane(
-    units: Sequence[Sequence[Tensor]], chunk_bytes: int, transfers: int
-) -> tuple[_native.ChunkCopier, int, Parts]:
-    on_gpu = [tensor for tensors in units for tensor in tensors if tensor.is_cuda]
-    copier = open_copier(on_gpu, chunk_bytes, transfers, for_captures=True)
-    stream = torch.cuda.current_stream(on_gpu[0].device).cuda_stream
-    return copier, stream, [[None if tensor.is_cuda else bytes_of(tensor) for tensor in tensors] for tensors in units]
+def _digests_on(device: torch.device, units: Sequence[Sequence[Tensor]]) -> list[int]:
+    spans: list[int] = []
+    ends: list[int] = []
+    copied: dict[tuple[object, ...], Tensor] = {}
+    for tensors in units:
+        start = 0
+        for tensor in tensors:
+            here = tensor
+            if not tensor.is_cuda:  # many units may share it
+                place = tensor.data_ptr(), tensor.nbytes, tensor.stride()
+                here = copied[place] = copied[place] if place in copied else tensor.contiguous().to(device)
+            if here.nbytes:
+                spans += [here.data_ptr(), start, here.nbytes]
+                start += here.nbytes
+        ends.append(len(spans) // 3)
+    with torch.cuda.device(device):
+        table = torch.tensor(spans + ends, dtype=torch.int64).to(device)
+        digests = torch.empty(len(ends), dtype=torch.int64, device=device)
+        stream, at = torch.cuda.current_stream(device).cuda_stream, table.data_ptr()
+        _native.digest_units(device.index, stream, at, at + 8 * len(spans), len(ends), digests.data_ptr())
+        return [digest % 2**64 for digest in digests.tolist()]

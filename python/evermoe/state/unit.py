@@ -18,7 +18,7 @@ from evermoe._native import digests
 from evermoe.moe.experts import expert_layers
 from evermoe.moe.module_paths import named_parts
 from evermoe.planning.holders import primaries
-from evermoe.state.gpu_digests import bytes_of_units, gpu_digests, in_batches
+from evermoe.state.gpu_digests import bytes_of, gpu_digests
 
 SESSION = "session"
 """The unit with the small state of the training loop."""
@@ -125,20 +125,20 @@ def expert_unit(layer: str, expert: int) -> str:
     return f"{layer or 'experts'}.{expert}"
 
 
-def digests_of(units: Sequence[Sequence[Tensor]], *, beside_steps: bool = False) -> list[int]:
-    """XXH3-64 of each unit's bytes, one tensor after the other; of contiguous ones on the CPU without a copy.
+def digests_of(units: Sequence[Sequence[Tensor]]) -> list[int]:
+    """Compute the XXH3-64 of each unit's bytes, one tensor after the other, where the bytes are.
 
     Args:
         units: tensors, those on a GPU as torch's current stream will have left them.
-        beside_steps: whether a step runs meanwhile. Else the bytes leave a GPU as `evermoe.state.gpu_digests` says,
-            and memory is page-locked for them, which may wait for all that the GPU has been given.
     """
     if not any(tensor.is_cuda for tensors in units for tensor in tensors):
-        return digests(bytes_of_units(units))
-    found = {} if beside_steps else gpu_digests(units)
-    for some in in_batches(units, [place for place in range(len(units)) if place not in found]):
-        found |= zip(some, digests(bytes_of_units([units[place] for place in some])), strict=True)
-    return [found[place] for place in range(len(units))]
+        return digests([[bytes_of(tensor) for tensor in tensors] for tensors in units])
+    found = gpu_digests(units)
+    # The others one at a time: they may be large.
+    return [
+        found[place] if place in found else digests([[bytes_of(tensor) for tensor in tensors]])[0]
+        for place, tensors in enumerate(units)
+    ]
 
 
 def read_tensors(tensors: Iterable[Tensor], out: Tensor) -> None:

@@ -6,11 +6,8 @@
 //! thread            ·        chunk chunk chunk          ·   chunk  chunk ─► digests, published
 //! ```
 //!
-//! [`queue`] decides, [`work`] copies and hashes, [`hashing`] helps it with units from a GPU, and [`shared`] runs the
-//! thread; this file is the public interface. [`lanes`] does the same work for digests alone, without an arena.
+//! [`queue`] decides, [`work`] copies and hashes, and [`shared`] runs the thread; this file is the public interface.
 
-mod hashing;
-mod lanes;
 mod queue;
 mod shared;
 mod work;
@@ -27,9 +24,8 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 use work::Work;
 
-pub use lanes::{Lane, digest_lanes, digests_fetched};
 pub use shared::CaptureState;
-pub use work::{Fetch, HashSource, Run, copy_units};
+pub use work::{Digests, Fetch, Run, copy_units};
 
 /// A thread that captures memory into arenas, one capture after the other.
 ///
@@ -79,11 +75,12 @@ impl CopyEngine {
         sources: &[Vec<Run>],
         kept: Box<dyn Any + Send>,
     ) -> Result<Capture> {
-        self.start(arena, version, Work::new(arena.layout(), Some(sources), None, kept)?)
+        self.start(arena, version, Work::new(arena.layout(), Some(sources), None, None, kept)?)
     }
 
     /// Begins `version` like [`capture`](Self::capture), from sources that `fetch` copies to their runs, such as a
-    /// device's. Without runs it copies them to their places in the arena's buffer.
+    /// device's. Without runs it copies them to their places in the arena's buffer. With `digests` the device computes the
+    /// digests of long units from its own bytes, and the host does not read what arrives.
     ///
     /// # Safety
     /// As [`capture`](Self::capture); a run must be readable and unchanged once its bytes are fetched. `fetch` must
@@ -97,9 +94,10 @@ impl CopyEngine {
         version: u64,
         sources: Option<&[Vec<Run>]>,
         fetch: Fetch,
+        digests: Option<Digests>,
         kept: Box<dyn Any + Send>,
     ) -> Result<Capture> {
-        self.start(arena, version, Work::new(arena.layout(), sources, Some(fetch), kept)?)
+        self.start(arena, version, Work::new(arena.layout(), sources, Some(fetch), digests, kept)?)
     }
 
     fn start(&self, arena: &Arc<Arena>, version: u64, mut work: Work) -> Result<Capture> {

@@ -1,8 +1,8 @@
 //! The bytes of one capture: from scattered runs of memory into a buffer, each unit hashed while it is in the cache, or
-//! by several threads if a device delivers it in place. The destination may also be the hash alone.
+//! by the device that delivers it.
 
-use super::hashing::Hashing;
 use crate::background::lower_priority;
+use crate::cpu::MAX_SHORT_BYTES;
 use crate::cpu::memory::{copy, finish_stream};
 use crate::ensure;
 use crate::error::{Error, Result};
@@ -30,14 +30,9 @@ pub struct Run {
 /// has no runs. An error cancels the capture.
 pub type Fetch = Box<dyn FnMut(*mut u8) -> Result<usize> + Send>;
 
-/// Bytes of a unit that is hashed without being copied.
-#[derive(Clone, Copy, Debug)]
-pub enum HashSource<'a> {
-    /// Bytes that are readable now.
-    Present(&'a [u8]),
-    /// Bytes that are readable once they were fetched.
-    Fetched(Run),
-}
+/// Waits for the digests of units of more than [`MAX_SHORT_BYTES`], in order, which a device has computed from its own
+/// bytes. Called once, when all bytes are in place.
+pub type Digests = Box<dyn FnOnce() -> Result<Vec<u64>> + Send>;
 
 /// Destination of the bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -46,8 +41,6 @@ enum Destination {
     Buffer,
     /// They are in their places in the buffer when they are fetched.
     InPlace,
-    /// They are only hashed.
-    Nowhere,
 }
 
 /// A run and its destination.
@@ -78,15 +71,17 @@ pub(super) struct Work {
     readable: usize,
     fetch: Option<Fetch>,
     destination: Destination,
-    /// Threads that hash units, if this one does not; dropped before the memory that they read.
-    hashing: Option<Hashing>,
+    /// Whether a device computes the digest of each unit.
+    is_digested: Vec<bool>,
+    /// None once the device's digests are known.
+    device_digests: Option<Digests>,
     /// Owner of the sources; dropped with the work.
     _kept: Box<dyn Any + Send>,
 }
 
 impl Work {
     /// Prepares the copy of `sources`, the runs of each unit, into a buffer that [`begin`](Self::begin) sets; without
-    /// sources `fetch` copies all bytes into place.
+    /// sources `fetch` copies all bytes into place. This thread hashes units without `digests`.
     ///
     /// # Errors
     /// [`Error::Invalid`](crate::Error::Invalid) naming the unit whose runs have another size.
@@ -94,9 +89,12 @@ impl Work {
         layout: &Layout,
         sources: Option<&[Vec<Run>]>,
         fetch: Option<Fetch>,
+        digests: Option<Digests>,
         kept: Box<dyn Any + Send>,
     ) -> Result<Self> {
         let num_units = layout.units().len();
+        let is_long = layout.units().iter().map(|unit| unit.bytes > MAX_SHORT_BYTES && digests.is_some());
+        let is_digested = is_long.collect();
         let mut pieces = Vec::with_capacity(num_units);
         let Some(sources) = sources else {
             let units = layout.units().iter().enumerate().filter(|(_, unit)| unit.bytes > 0);
@@ -108,33 +106,16 @@ impl Work {
                 unit: index,
                 ends_unit: true,
             }));
-            return Ok(Self::of(pieces, num_units, Destination::InPlace, fetch, kept));
+            let work = Self::of(pieces, num_units, Destination::InPlace, fetch, kept);
+            return Ok(Self { is_digested, device_digests: digests, ..work });
         };
         ensure!(sources.len() == num_units, "sources: expected {num_units} units, got {}", sources.len());
         for (index, (unit, runs)) in layout.units().iter().zip(sources).enumerate() {
             let runs = runs.iter().map(|&run| (run, fetch.is_some()));
             add_pieces(&mut pieces, index, unit, runs)?;
         }
-        Ok(Self::of(pieces, num_units, Destination::Buffer, fetch, kept))
-    }
-
-    /// Prepares the hashing of units from their parts, with all parts that `fetch` fetches in order.
-    ///
-    /// # Errors
-    /// [`Error::Invalid`](crate::Error::Invalid) for runs that are no valid memory.
-    pub(super) fn hashed(units: &[Vec<HashSource<'_>>], fetch: Fetch) -> Result<Self> {
-        let mut pieces = Vec::with_capacity(units.len());
-        for (index, parts) in units.iter().enumerate() {
-            let runs = parts.iter().map(|part| match *part {
-                HashSource::Present(bytes) => {
-                    (Run { address: bytes.as_ptr().expose_provenance(), bytes: bytes.len() }, false)
-                }
-                HashSource::Fetched(run) => (run, true),
-            });
-            let bytes = runs.clone().fold(0, |bytes: usize, (run, _)| bytes.saturating_add(run.bytes));
-            add_pieces(&mut pieces, index, &Unit { name: index.to_string(), offset: 0, bytes }, runs)?;
-        }
-        Ok(Self::of(pieces, units.len(), Destination::Nowhere, Some(fetch), Box::new(())))
+        let work = Self::of(pieces, num_units, Destination::Buffer, fetch, kept);
+        Ok(Self { is_digested, device_digests: digests, ..work })
     }
 
     fn of(
@@ -155,7 +136,8 @@ impl Work {
             readable: 0,
             fetch,
             destination,
-            hashing: None,
+            is_digested: vec![false; num_units],
+            device_digests: None,
             _kept: kept,
         }
     }
@@ -189,18 +171,28 @@ impl Work {
     /// The buffer must have been set and be the layout's. The sources must be readable once fetched, and no other code
     /// may write them or the buffer meanwhile.
     pub(super) unsafe fn advance(&mut self, bytes: usize) -> Result<()> {
-        if self.destination == Destination::InPlace && self.copied == 0 && self.hashing.is_none() {
-            let largest = self.pieces.iter().map(|piece| piece.bytes).max().unwrap_or(0);
-            self.hashing = Hashing::begin(self.total_bytes(), largest); // on this thread: the caller of `capture` waits for no threads
-        }
         // SAFETY: by the caller's promise.
         let advanced = unsafe { self.copy(bytes) };
         finish_stream();
         advanced?;
-        match &mut self.hashing {
-            Some(hashing) if self.next == self.pieces.len() => hashing.finish(&mut self.digests),
-            _ => Ok(()),
+        if self.next == self.pieces.len() { self.take_digests() } else { Ok(()) }
+    }
+
+    /// Takes the digests that the device has computed.
+    fn take_digests(&mut self) -> Result<()> {
+        let Some(digests) = self.device_digests.take() else { return Ok(()) };
+        let found = digests()?;
+        let count = self.is_digested.iter().filter(|&&is_digested| is_digested).count();
+        ensure!(
+            found.len() == count,
+            "digests: expected {count}, one for each long unit, got {}",
+            found.len()
+        );
+        let places = self.digests.iter_mut().zip(&self.is_digested);
+        for ((place, _), digest) in places.filter(|&(_, &is_digested)| is_digested).zip(found) {
+            *place = digest;
         }
+        Ok(())
     }
 
     unsafe fn copy(&mut self, mut bytes: usize) -> Result<()> {
@@ -213,17 +205,20 @@ impl Work {
                 }
                 size = size.min(self.readable - self.copied);
             }
-            if self.hashing.is_none() {
+            let is_hashed = !self.is_digested[piece.unit];
+            if is_hashed || self.destination == Destination::Buffer {
                 size = size.min(BLOCK_BYTES);
                 // SAFETY: by the caller's promise.
-                self.hash.update(unsafe { self.copy_block(piece, size) });
+                let block = unsafe { self.copy_block(piece, size) };
+                if is_hashed {
+                    self.hash.update(block);
+                }
             }
             self.within += size;
             self.copied += if piece.is_fetched { size } else { 0 };
             bytes -= size;
             if self.within == piece.bytes {
-                // SAFETY: by the caller's promise; the piece has arrived.
-                unsafe { self.finish_piece() };
+                self.finish_piece();
             }
         }
         Ok(())
@@ -251,12 +246,9 @@ impl Work {
         Ok(())
     }
 
-    unsafe fn finish_piece(&mut self) {
+    fn finish_piece(&mut self) {
         let piece = self.pieces[self.next];
-        if let Some(hashing) = &mut self.hashing {
-            // SAFETY: without runs a piece is an entire unit; it lies in the buffer until the work is dropped.
-            unsafe { hashing.add(piece.unit, self.buffer + piece.to, piece.bytes) };
-        } else if piece.ends_unit {
+        if piece.ends_unit && !self.is_digested[piece.unit] {
             self.digests[piece.unit] = self.hash.digest();
             self.hash.reset();
         }
@@ -391,7 +383,7 @@ mod tests {
         let layout = layout(&[501, 0, 69_000]);
         for chunk in [1, 7, 64, 4096, 16_384, 16_385, 1 << 20] {
             let mut buffer = vec![0xEE_u8; layout.payload_bytes()];
-            let mut work = Work::new(&layout, Some(&runs), None, Box::new(())).unwrap();
+            let mut work = Work::new(&layout, Some(&runs), None, None, Box::new(())).unwrap();
             work.begin(buffer.as_mut_ptr());
             assert_eq!((work.pieces.len(), work.total_bytes()), (3, 69_501));
             let mut left = work.total_bytes();
@@ -414,27 +406,48 @@ mod tests {
     }
 
     #[test]
-    fn what_comes_to_its_place_has_the_digests_that_one_thread_gives() {
-        let layout = layout(&[501, 0, 69_000, 64]);
+    fn a_device_digests_what_it_delivers_except_for_short_units() {
+        let layout = layout(&[501, 0, 69_000, 240, 241]);
         let all: Vec<u8> = (0..layout.payload_bytes()).map(|value| (value * 7 % 251) as u8).collect();
-        let (total, mut arrived, source) = (69_565, 0, all.clone());
-        let fetch = move |buffer: *mut u8| {
-            arrived = (arrived + 10_000).min(total);
-            // SAFETY: the buffer has as many bytes; the source lies elsewhere.
-            unsafe { std::ptr::copy_nonoverlapping(source.as_ptr(), buffer, source.len()) };
-            Ok(arrived)
-        };
-        let mut buffer = vec![0_u8; layout.payload_bytes()];
-        let mut work = Work::new(&layout, None, Some(Box::new(fetch)), Box::new(())).unwrap();
-        work.hashing = Hashing::with_threads(2);
-        work.begin(buffer.as_mut_ptr());
-        for _ in 0..total.div_ceil(4096) {
-            // SAFETY: the buffer lives in this function, and nothing else uses it.
-            unsafe { work.advance(4096) }.unwrap();
+        let expected = layout.units().iter().map(|unit| digest(&all[unit.offset..][..unit.bytes]));
+        let expected: Vec<u64> = expected.collect();
+        let total = 69_982;
+        for in_place in [true, false] {
+            let (mut arrived, source) = (0, all.clone());
+            let fetch = move |buffer: *mut u8| {
+                arrived = (arrived + 10_000).min(total);
+                if in_place {
+                    // SAFETY: the buffer has as many bytes; the source lies elsewhere.
+                    unsafe { std::ptr::copy_nonoverlapping(source.as_ptr(), buffer, source.len()) };
+                }
+                Ok(arrived)
+            };
+            let runs: Vec<Vec<Run>> =
+                layout.units().iter().map(|unit| vec![run(&all[unit.offset..][..unit.bytes])]).collect();
+            for found in [vec![1, 2, 3], vec![1, 2]] {
+                let (sources, count) = ((!in_place).then_some(&runs[..]), found.len());
+                let digests: Digests = Box::new(move || Ok(found));
+                let (mut buffer, fetch) = (vec![0_u8; layout.payload_bytes()], Box::new(fetch.clone()));
+                let mut work = Work::new(&layout, sources, Some(fetch), Some(digests), Box::new(())).unwrap();
+                work.begin(buffer.as_mut_ptr());
+                let parts = total.div_ceil(4096);
+                // SAFETY: the buffer lives in this function, and nothing else uses it.
+                let mut advance = || unsafe { work.advance(4096) };
+                assert!((1..parts).all(|_| advance().is_ok()));
+                if count == 2 {
+                    let error = advance().unwrap_err().to_string();
+                    assert_eq!(error, "digests: expected 3, one for each long unit, got 2");
+                    continue;
+                }
+                advance().unwrap();
+                assert_eq!(work.position(), None);
+                assert_eq!(work.digests(), [1, expected[1], 2, expected[3], 3]);
+                for unit in layout.units() {
+                    let bytes = unit.offset..unit.offset + unit.bytes;
+                    assert!(buffer[bytes.clone()] == all[bytes], "{}", unit.name);
+                }
+            }
         }
-        assert_eq!(work.position(), None);
-        let unit = |unit: &Unit| digest(&all[unit.offset..][..unit.bytes]);
-        assert_eq!(work.digests(), layout.units().iter().map(unit).collect::<Vec<_>>());
     }
 
     #[test]
@@ -463,7 +476,7 @@ mod tests {
     fn wrong_runs_are_refused_by_name() {
         let layout = layout(&[4, 8]);
         let source = [0_u8; 16];
-        let message = |runs: &[Vec<Run>]| match Work::new(&layout, Some(runs), None, Box::new(())) {
+        let message = |runs: &[Vec<Run>]| match Work::new(&layout, Some(runs), None, None, Box::new(())) {
             Ok(_) => panic!("accepted"),
             Err(error) => error.to_string(),
         };

@@ -145,3 +145,34 @@ def test_tensors_far_beyond_2_to_the_31(fast_kernels):
     fast_kernels("unpack_chunks", 1, 32, 0, table, 1, first_byte, blocks, chunks, hashes, wrong, 1)
     wrong.equals(torch.zeros(blocks, dtype=torch.int64))
     assert torch.equal(target[first_byte:], tail)
+
+
+KILOBYTE = 1024
+# bytes and offsets of each unit's tensors
+UNITS = {
+    "one tensor": [([241], [0])],
+    "a kilobyte": [([KILOBYTE], [0])],
+    "a kilobyte and a byte": [([KILOBYTE + 1], [0])],
+    "all ends": [([size], [0]) for size in (255, 256, 257, 1023, 1087, 1088, 1089, 2047, 2048, 2049)],
+    "many small": [([1, 15, 16, 17, 5, 31, 33] * 40, [0, 1, 4, 8, 2, 3, 12] * 40)],
+    "a scalar first": [([4, 9 * KILOBYTE, 5 * KILOBYTE], [0, 0, 8]), ([4, 300], [0, 4])],
+    "aligned to nothing": [([2 * KILOBYTE + 7, 3 * KILOBYTE + 3, 19], [1, 7, 13])],
+    "more than a turn of the block": [([63 * KILOBYTE, 2 * KILOBYTE, 200 * KILOBYTE + 65], [0, 4, 0])],
+    "turns that end with the block": [([64 * KILOBYTE], [0]), ([128 * KILOBYTE], [4]), ([65 * KILOBYTE], [0])],
+}
+
+
+@pytest.mark.parametrize("case", UNITS)
+@pytest.mark.parametrize("blocks", [1, 3])
+def test_digests_of_units(kernels, case, blocks):
+    """They are those of the host, however the bytes are spread over tensors."""
+    units = [Tensors(sizes, offsets) for sizes, offsets in UNITS[case]]
+    tables = [unit.table.clone() for unit in units]
+    for table in tables:
+        table[:, 1] = table[:, 2].cumsum(0) - table[:, 2]
+    ends = torch.tensor([len(table) for table in tables]).cumsum(0)
+    digests = Buffer([len(units)], torch.int64)
+    tensors = [tensor for unit in units for tensor in unit.tensors]
+    kernels("digest_units", blocks, 256, 0, torch.cat(tables), ends, len(units), digests, also=tensors)
+    expected = [_native.digest(torch.cat(unit.tensors).numpy()) for unit in units]
+    digests.equals(torch.tensor(expected, dtype=torch.uint64).view(torch.int64))

@@ -70,6 +70,7 @@ KERNELS = {
     "pack_chunks": Expected(128, ("LD.E.128", "STG.E.128")),
     "unpack_chunks": Expected(80, ("LDG.E.128", "ST.E.128")),
     "hash_blocks": Expected(80, ("LDG.E.128",)),
+    "digest_units": Expected(120, ("LD.E.128",)),
 }
 
 MORE_ON_SM_100 = {

@@ -59,7 +59,7 @@ def test_digests_of_units_on_the_host_and_on_the_device(second):
     tensors = [torch.randn(20_001, device=torch.device("cuda", place)) for place in (0, 1, 0, 1)]
     units = [*([tensor, torch.tensor(1.0)] for tensor in tensors), tensors[:2]]
     tensors[1].mul_(2)
-    found = gpu_digests(units, chunk_bytes=4096, least_bytes=0, lanes=2)
+    found = gpu_digests(units)
     assert sorted(found) == [0, 1, 2, 3]
     expected = digests_of([[tensor.cpu() for tensor in unit] for unit in units])
     assert [found[place] for place in range(4)] == expected[:4]

@@ -8,7 +8,7 @@ import torch
 
 from evermoe import _native
 from evermoe.ops.chunks import open_copier
-from evermoe.state.gpu_digests import MIN_BYTES, gpu_digests
+from evermoe.state.gpu_digests import gpu_digests
 from evermoe.state.unit import digests_of
 
 gpu = pytest.mark.gpu
@@ -50,26 +50,22 @@ def bytes_of(tensor):
 def test_digests_are_those_of_the_bytes(device):
     units = units_of(device)
     assert digests_of(units) == expected(units)
-    assert digests_of(units, beside_steps=True) == expected(units)
 
 
 @gpu
-@pytest.mark.parametrize("lanes", [None, 1, 3])
-def test_contiguous_bytes_go_through_the_ring(cuda, lanes):
+def test_units_on_a_gpu_are_digested_there(cuda):
     units = units_of(cuda)
-    found = gpu_digests(units, chunk_bytes=4096, least_bytes=0, lanes=lanes)
-    assert sorted(found) == [0, 1, 2, 4, 6, 7, 10], "all but those without CUDA tensors, or with some that have gaps"
+    found = gpu_digests(units)
+    assert sorted(found) == [0, 1, 2], "all but short ones, those mostly on the CPU, and those with gaps"
     values = expected(units)
     assert found == {place: values[place] for place in found}
 
 
 @gpu
-def test_rings_are_used_again_and_again_for_units_of_any_size(cuda):
-    sizes = [5 * MIB + 3, 17, 6 * MIB, 0, 5 * MIB + 1]
+def test_units_of_any_size(cuda):
+    sizes = [5 * MIB + 3, 17, 6 * MIB, 0, 237, 1021, MIB + 1]
     units = [[random_bytes(size, seed, cuda), torch.tensor(float(seed))] for seed, size in enumerate(sizes)]
-    assert sum(sizes) >= MIN_BYTES
-    found = gpu_digests(units, lanes=2)
-    assert [found[place] for place in range(len(units))] == expected(units)
+    assert sorted(gpu_digests(units)) == [0, 2, 4, 5, 6]
     assert digests_of(units) == expected(units)
 
 
@@ -84,7 +80,7 @@ def test_work_of_the_current_stream_comes_first(cuda):
             for value, (tensor,) in enumerate(units, 1):
                 torch.cuda._sleep(1_000_000)
                 tensor.add_(value)
-            found = gpu_digests(units, chunk_bytes=4096, least_bytes=0, lanes=2)
+            found = gpu_digests(units)
             for (tensor,) in units:
                 tensor.mul_(-1)  # too late to be read
         torch.cuda.synchronize(cuda)
@@ -97,15 +93,8 @@ def test_work_of_the_current_stream_comes_first(cuda):
 
 
 @gpu
-def test_few_bytes_are_copied_at_once(cuda):
-    units = [[torch.ones(1000, device=cuda)]]
-    assert gpu_digests(units) == {}
-    assert digests_of(units) == expected(units)
-
-
-@gpu
-def test_without_room_for_a_ring_units_are_copied_one_by_one(cuda):
-    units = [[random_bytes(MIN_BYTES, 1, cuda)], [random_bytes(100, 2, cuda)]]
+def test_without_room_for_the_table_units_are_copied_one_by_one(cuda):
+    units = [[random_bytes(3 * MIB, 1, cuda)], [random_bytes(5 * MIB, 2, cuda)]]
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.set_per_process_memory_fraction(1e-9, cuda)
@@ -114,18 +103,11 @@ def test_without_room_for_a_ring_units_are_copied_one_by_one(cuda):
             assert digests_of(units) == expected(units)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0, cuda)
-    assert sorted(gpu_digests(units[1:], least_bytes=0)) == [0]
+    assert sorted(gpu_digests(units)) == [0, 1]
 
 
 @gpu
-def test_units_have_as_many_tensors_as_their_copier(cuda):
+def test_a_copier_for_captures_restores_nothing(cuda):
     copier = open_copier([torch.ones(10, device=cuda), torch.ones(20, device=cuda)], 4096, 2, for_captures=True)
-    stream = torch.cuda.current_stream(cuda).cuda_stream
-    for units in ([[None]], [[None, None], [None]]):
-        with pytest.raises(ValueError, match="expected units with the copier's 2 tensors"):
-            _native.digests_on_device([(copier, stream, units)])
-    assert _native.digests_on_device([(copier, stream, [[None], [None]])]) == [
-        expected([[torch.ones(10)], [torch.ones(20)]])
-    ]
     with pytest.raises(ValueError, match="expected all chunks on the host"):
-        copier.restore(stream, 0, 1)
+        copier.restore(torch.cuda.current_stream(cuda).cuda_stream, 0, 1)
