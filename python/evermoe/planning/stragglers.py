@@ -56,8 +56,8 @@ def find_stragglers(
     At most half of the members can be slower than the others. Two members do not show which of them is unusual: the
     slower one must also be slower than in its own earlier steps.
 
-        >>> find_stragglers([[0.10, 0.10, 0.15]] * 16)
-        [Straggler(rank=2, seconds=0.15, usual=0.1, factor=1.5)]
+        >>> [(found.rank, round(found.factor, 3)) for found in find_stragglers([[0.10, 0.10, 0.15]] * 16)]
+        [(2, 1.5)]
 
     Args:
         seconds: `[S, R]` seconds that each of R members has taken for its own work in each step, the latest step last.

@@ -130,6 +130,7 @@ class RecoveryDriver(TrainingDriver):
         """Release the checkpoint folder, and leave gradients to the script."""
         self._standby.end()
         self._early.drop()
+        self._checks.end()
         self._buckets.close()
         self.saving.close()
         self.run.leave()

@@ -54,6 +54,10 @@ class VoteChecks:
             self._calls.plan()
             self._digests.plan()
 
+    def end(self) -> None:
+        """Leave the script's modules as they were."""
+        self._calls.end()
+
     def begin_step(self, step: int) -> None:
         """Record a call of the step, if another member is to repeat one."""
         self._calls.begin_step(step)

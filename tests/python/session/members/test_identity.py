@@ -401,7 +401,7 @@ def test_a_scheduler_that_only_one_side_has_is_no_error():
 def test_options_that_all_members_must_share_are_marked_so():
     shared = session_config(replication=3).shared()
     assert shared["replication"] == "3"
-    own = {*Membership.names()} - {"transport", "join_interval", "join_wait"}
+    own = {*Membership.names()} - {"transport", "join_interval", "join_wait", "on_corruption", "on_slow"}
     own |= {"url", "store_timeout", "upload_limit", "download_limit"}
     own |= {"snapshot_memory", "replay_log_bytes", "replica_device"}
     groups = {"membership": Membership, "placement": Placement, "checkpoints": Checkpoints, "auto": Auto}

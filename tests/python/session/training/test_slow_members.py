@@ -21,6 +21,7 @@ SLOW = 0.3
 """Seconds by which a slow member takes longer: many times as long as the others, also on a busy machine."""
 
 
+@pytest.mark.quick("a worker is slower than the others")
 def test_a_slow_member_is_named_by_all(start_job):
     job = start_job()
     workers = [job.start(name, steps=10_000, slow=SLOW if name == "b" else 0.0) for name in "abc"]
