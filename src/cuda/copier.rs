@@ -268,10 +268,7 @@ impl ChunkCopier {
     pub(super) unsafe fn start_digests(&self, tensors_per_unit: &[usize]) -> Result<usize> {
         let num_tensors = self.addresses.len();
         let count = tensors_per_unit.iter().fold(0, |sum: usize, &count| sum.saturating_add(count));
-        ensure!(
-            count == num_tensors,
-            "tensors_per_unit: expected counts that add up to the copier's {num_tensors} tensors, got {tensors_per_unit:?}"
-        );
+        ensure!(count == num_tensors, "tensors_per_unit: expected to add up to {num_tensors}, got {count}");
         let (spans, ends) = Span::units(self.layout.sizes(), &self.addresses, tensors_per_unit);
         let words = self.workspace.words_of_units();
         let spans_on_host = self.units().cast::<Span>();

@@ -31,8 +31,8 @@ SHARE = 0.002
 """Largest part of the steps' time that repeated calls take."""
 MIN_INTERVAL, MAX_INTERVAL = 8, 4096
 """Steps from one repeated call to the next, powers of two."""
-NUMBERS = 2
-"""Numbers of a vote: whether results differ, and the seconds of this member."""
+NUMBERS = 3
+"""Numbers of a vote: whether results differ, seconds of this member, and whether it wants no more repeated calls."""
 CALL_TAG = 0xCA11
 """Of messages between two members."""
 
@@ -51,6 +51,10 @@ class CallChecks:
         self._modules = dict(named_parts(model))
         self._subjects: list[Subject] = []
         self._interval = MIN_INTERVAL
+        self._has_voted = False
+        """Whether a vote has passed since the plan: with it newcomers learn whether calls are repeated at all."""
+        self.is_off = False
+        """Whether this member wants no more repeated calls; after the next vote no member repeats any."""
         self._subject: Subject | None = None
         self._ranks: list[int] = []
         """Ranks that record and repeat the call of this step, and one that decides between them, if there is one."""
@@ -63,9 +67,10 @@ class CallChecks:
     def plan(self) -> None:
         """Begin with the current members and placement; the same on all that train."""
         self.end()
-        self._interval, ranks = MIN_INTERVAL, self._membership.num_trainers
+        self._interval, self._has_voted, ranks = MIN_INTERVAL, False, self._membership.num_trainers
         trains = self._membership.role == "train"
-        self._subjects = subjects(self._modules, self._state, ranks) if trains and ranks > 1 else []
+        is_used = trains and ranks > 1 and not self.is_off
+        self._subjects = subjects(self._modules, self._state, ranks) if is_used else []
 
     def end(self) -> None:
         """Stop to record a call."""
@@ -77,8 +82,8 @@ class CallChecks:
     def begin_step(self, step: int) -> None:
         """Choose the call of a step, and record it if this member computes it."""
         self.end()
-        self.numbers = [0.0] * NUMBERS
-        if not self._subjects or step <= LAST_STEP or step % self._interval:
+        self.numbers = [0.0, 0.0, float(self.is_off)]
+        if not self._subjects or not self._has_voted or step <= LAST_STEP or step % self._interval:
             return
         number = step * 0x9E3779B97F4A7C15 % (1 << 64) >> 20
         self._subject = subject = self._subjects[number % len(self._subjects)]
@@ -107,13 +112,13 @@ class CallChecks:
         if self._recorded is not None:
             self._record, self._recorded = self._recorded.end(), None
         self._differing = self._repeat_at(self._ranks[1])
-        self.numbers = [float(bool(self._differing)), time.perf_counter() - since]
+        self.numbers[:2] = [float(bool(self._differing)), time.perf_counter() - since]
 
     def _repeat_at(self, rank: int) -> list[str]:
         """Return what differs in the call as `rank` repeats it; only that rank knows."""
         group = self._membership.trainer_group
         if group.rank == self._ranks[0]:
-            data = to_bytes(self._record) if self._record else b""
+            data = self._message()
             group.exchange([(torch.tensor([len(data)]), rank)], [], CALL_TAG)
             if data:
                 group.exchange([(torch.frombuffer(bytearray(data), dtype=torch.uint8), rank)], [], CALL_TAG)
@@ -126,14 +131,26 @@ class CallChecks:
                 return self._repeat(message.numpy().tobytes())
         return []
 
+    def _message(self) -> bytes:
+        """Return the record as bytes; none without one."""
+        try:
+            return to_bytes(self._record) if self._record else b""
+        except (RuntimeError, TypeError, ValueError, AttributeError, NotImplementedError) as error:
+            self._warn(error)
+            return b""
+
+    def _warn(self, error: Exception) -> None:
+        assert self._subject is not None
+        warn(f"a call of {self._subject.unit} cannot be repeated, and is not checked: {error}")
+
     def _repeat(self, data: bytes) -> list[str]:
         assert self._subject is not None
         module, expert = self._local(self._subject)
-        record = from_bytes(data, next(module.parameters()).device)
         try:
+            record = from_bytes(data, next(module.parameters()).device)
             return differing(record, repeat(module, expert, record))
         except (RuntimeError, TypeError, ValueError, AttributeError) as error:  # a check must not end the job
-            warn(f"a call of {self._subject.unit} cannot be repeated, and is not checked: {error}")
+            self._warn(error)
             return []
 
     def find(self, sums: Sequence[float], step_seconds: float) -> Finding | None:
@@ -146,6 +163,9 @@ class CallChecks:
         Raises:
             PeerLost: a member is lost.
         """
+        self._has_voted = True
+        if sums[2]:
+            self.is_off, self._subjects = True, []
         if sums[1] and step_seconds:
             needed = sums[1] * self._membership.num_trainers / (SHARE * step_seconds)
             self._interval = next((n for n in INTERVALS if n >= needed), MAX_INTERVAL)
@@ -170,7 +190,7 @@ class CallChecks:
         by_rank = {int(rank): names for _, _, found in everyone for rank, names in found.items()}
         first, second = ranks[:2]
         named = [] if len(ranks) < 3 else [first if by_rank.get(ranks[2]) else second]
-        return Finding([f"the {name} of a call of {unit}" for name in by_rank[second]], [unit], named)
+        return Finding([f"the {name} of a call of {unit}" for name in by_rank[second]], [unit], named, is_of_call=True)
 
 
 INTERVALS = [1 << power for power in range(MIN_INTERVAL.bit_length() - 1, MAX_INTERVAL.bit_length())]
@@ -188,11 +208,11 @@ def subjects(modules: dict[str, nn.Module], state: TrainingState, ranks: int) ->
         own = [*module.parameters(recurse=False)]
         is_plain = bool(own) and type(module).__module__.startswith("torch.nn.modules.") and not [*module.children()]
         is_plain = is_plain and getattr(module, "max_norm", None) is None  # such an embedding changes its weights
-        if is_plain and any(each.requires_grad for each in own) and shared.isdisjoint(map(id, own)):
+        if is_plain and shared.isdisjoint(map(id, own)):
             found.append(Subject(path or "model", path, None, everyone))
     for path, layer in state.layers.items():
         for expert in range(layer.num_experts):
             holders = tuple(np.flatnonzero(layer.matrix_RE[:, expert]).tolist())
-            if len(holders) > 1 and layer.weights.requires_grad:
+            if len(holders) > 1:
                 found.append(Subject(expert_unit(path, expert), path, expert, holders))
     return found

@@ -18,6 +18,10 @@ logger = logging.getLogger(__name__)
 MAX_TIMES = 3
 """Refused steps after which a member that each of them names must leave."""
 
+DOUBTS = (
+    "calls of other members are not repeated any more: they have named several members, or none of them several times. "
+    "Either what is called depends on the member, or several are faulty"
+)
 ACTIONS = {
     "repair": "the update is refused; all members compare their state, take that of the majority and repeat the step",
     "evict": "the update is refused, and the member that differs leaves the job",
@@ -33,6 +37,8 @@ class Finding(NamedTuple):
     units: list[str]
     ranks: list[int]
     """Members that a majority names; empty if there is none."""
+    is_of_call: bool = False
+    """Whether a repeated call differs, and not what members hold."""
     can_repair: bool = True
     """Whether a recovery brings the state of the majority."""
 
@@ -48,10 +54,15 @@ class Refusals:
 
     def __init__(self, membership: MembershipManager, policy: OnCorruption, emit: Listener) -> None:
         self._membership, self._policy, self._emit = membership, policy, emit
-        self._last: tuple[int, list[int]] | None = None
-        """The latest step that was refused, and the members that were named."""
-        self._times: Counter[str] = Counter()
-        """Number of refused steps in which each member was named, by id."""
+        self._last: tuple[int, list[str]] | None = None
+        """The latest step that was refused as members hold other bits, and the ids of those that were named."""
+        self._times: dict[bool, Counter[str]] = {True: Counter(), False: Counter()}
+        """Number of refused steps in which each member was named, by id, and none (""); by repeated calls or not."""
+
+    @property
+    def doubts_calls(self) -> bool:
+        """Whether repeated calls have named several members, or often none: what is called may depend on the member."""
+        return len(self._times[True]) > 1 or self._times[True][""] >= MAX_TIMES
 
     def refuse(self, step: int, finding: Finding) -> NoReturn:
         """Refuse a step.
@@ -60,15 +71,8 @@ class Refusals:
             PeerLost: all recover and repeat the step, without this member if it is evicted.
             CorruptState: this member leaves, or the job stops.
         """
-        nodes, ids, ranks = self._membership.nodes, [*self._membership.members], finding.ranks
-        is_repeated, self._last = self._last == (step, ranks), (step, ranks)
-        self._times.update(ids[rank] for rank in ranks)
-        is_usual = any(self._times[ids[rank]] >= MAX_TIMES for rank in ranks)
-        action = "repair"
-        if self._policy == "stop" or (is_repeated and not ranks):
-            action = "stop"
-        elif ranks and (self._policy == "evict" or is_repeated or is_usual or not finding.can_repair):
-            action = "evict"
+        nodes, ranks = self._membership.nodes, finding.ranks
+        action = self._action(step, finding)
         self._emit(CorruptionFound(step, finding.units, ranks, [nodes[rank] for rank in ranks], action))
         some = ", ".join(finding.names[:4]) + (f" and {len(finding.names) - 4} more" if len(finding.names) > 4 else "")
         named = [f"{nodes[rank]} (rank {rank})" for rank in ranks]
@@ -77,6 +81,25 @@ class Refusals:
         rank = self._membership.everyone.rank
         if rank in (0, *ranks):
             logger.warning("%s: %s", message, ACTIONS[action])
+        if finding.is_of_call and self.doubts_calls and rank == 0:
+            logger.warning(DOUBTS)
         if action == "stop" or (action == "evict" and rank in ranks):
             raise CorruptState(message, step, finding.units, ranks)
         raise PeerLost(message)
+
+    def _action(self, step: int, finding: Finding) -> str:
+        """Return the reaction to a finding."""
+        ids = [[*self._membership.members][rank] for rank in finding.ranks]
+        times = self._times[finding.is_of_call]
+        times.update(ids or [""])
+        if self._policy == "stop":
+            return "stop"
+        is_usual = any(times[each] >= MAX_TIMES for each in ids)
+        if finding.is_of_call:
+            is_usual &= not self.doubts_calls
+            return "evict" if ids and (self._policy == "evict" or is_usual) else "repair"
+        is_repeated, self._last = self._last == (step, ids), (step, ids)
+        if not ids:
+            return "stop" if is_repeated else "repair"
+        is_hopeless = is_repeated or is_usual or not finding.can_repair
+        return "evict" if self._policy == "evict" or is_hopeless else "repair"

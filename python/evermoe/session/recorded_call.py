@@ -21,8 +21,10 @@ MAX_BYTES = 32 << 20
 """Of a call's input, output and their gradients that are recorded."""
 ROW_WISE = (nn.Linear, nn.LayerNorm, nn.RMSNorm, nn.Embedding, Experts)
 """Modules that treat each row by itself."""
+CANCELLED = 1e-3
+"""A result whose largest element is this part of its source's has lost digits in a sum."""
 INPUT, OUTPUT = "input", "output"
-OF_INPUT, OF_OUTPUT, OF_WEIGHT = "gradient of input", "gradient of output", "gradient of "
+OF_INPUT, OF_OUTPUT = "gradient of input", "gradient of output"
 
 
 class Subject(NamedTuple):
@@ -37,11 +39,12 @@ class Subject(NamedTuple):
 
 
 class RecordedCall:
-    """Records the first call of a subject in a step: its input and output, and their gradients and those of weights.
+    """Records the first call of a subject in a step: its input and output, and their gradients.
 
-    If they are larger than `MAX_BYTES`, some rows are recorded, without the weights' gradients, which are of all rows.
-    Nothing is recorded inside of `torch.compile` or a CUDA graph, where the module has other arguments than one tensor,
-    or in a forward without gradients.
+    If they are larger than `MAX_BYTES`, some rows are recorded. Gradients of weights are left out: they are sums over
+    all uses of a weight. Nothing is recorded inside of `torch.compile`, a CUDA graph or a transform of functions, in a
+    forward without gradients, where the module has other arguments than one plain tensor or hooks that may change its
+    result, or if more than one backward goes through the call.
 
     Args:
         module: the subject's, or the layer of the expert.
@@ -52,8 +55,9 @@ class RecordedCall:
     def __init__(self, module: nn.Module, expert: int | None, number: int = 0) -> None:
         self._module, self._expert, self._number = module, expert, number
         self._found: dict[str, Tensor] = {}
-        self._manner: tuple[bool, torch.dtype] = False, torch.float32
-        self._calls = 0
+        self._manner: dict[str, Any] = {}
+        """Circumstances of the recorded call."""
+        self._has_begun = self._is_unfit = False
         self._rows: slice | None = None
         """Those that are recorded; None for the tensors as they are."""
         self._given: Tensor | None = None
@@ -63,9 +67,13 @@ class RecordedCall:
             RECORDERS[module] = self._record_rows
         else:
             self._hooks = [
-                module.register_forward_pre_hook(self._before, with_kwargs=True),
-                module.register_forward_hook(self._after),
+                module.register_forward_pre_hook(self.before, with_kwargs=True),
+                module.register_forward_hook(self.after),
             ]
+
+    def __reduce__(self) -> tuple[Callable[[], RecordedCall], tuple[()]]:
+        """A copy of the model, or a file of it, records nothing."""
+        return _inert, ()
 
     def end(self) -> dict[str, Any]:
         """Remove the hooks; return the record, empty if nothing was recorded."""
@@ -74,20 +82,19 @@ class RecordedCall:
         if isinstance(self._module, Experts):
             RECORDERS.pop(self._module, None)
         found, self._found = self._found, {}
-        if OUTPUT not in found or OF_OUTPUT not in found:
+        if self._is_unfit or OUTPUT not in found or OF_OUTPUT not in found:
             return {}
-        if self._calls > 1:  # weights have the sum of all calls
-            found = {name: tensor for name, tensor in found.items() if not is_of_weight(name)}
-        return {"tensors": found, "autocast": self._manner}
+        return {"tensors": found, **self._manner}
 
     def _begins(self, tensor: Tensor) -> bool:
-        """Count a call; return whether it is recorded."""
-        if not torch.is_grad_enabled() or (tensor.is_cuda and torch.cuda.is_current_stream_capturing()):
+        """Return whether a call is the first one that can be recorded."""
+        if self._has_begun or not torch.is_grad_enabled() or not is_plain(tensor):
             return False
-        self._calls += 1
         kind = tensor.device.type
-        self._manner = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
-        return self._calls == 1
+        autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+        self._manner = {"autocast": autocast, "training": self._module.training}
+        self._has_begun = True
+        return True
 
     def _select(self, given: Tensor, output: Tensor) -> bool:
         """Choose the rows to record; return whether there are any, and few enough."""
@@ -119,53 +126,73 @@ class RecordedCall:
         def of(tensor: Tensor) -> Tensor:
             return tensor if part is None else tensor[part]
 
-        if not output.requires_grad or not self._select(of(given), of(output)):
+        if not output.requires_grad or not is_plain(output) or not self._select(of(given), of(output)):
             return
         self._found[INPUT] = self._cut(of(given.detach()), is_output=False).clone()
         self._found[OUTPUT] = self._cut(of(output.detach())).clone()
         output.register_hook(self._keeper(OF_OUTPUT, of))
         if given.requires_grad:
             given.register_hook(self._keeper(OF_INPUT, of))
-        if self._rows is None:
-            for name, parameter in self._module.named_parameters(recurse=False):
-                if parameter.requires_grad:
-                    self._hooks.append(parameter.register_hook(self._keeper(f"{OF_WEIGHT}{name}", self._own_row)))
-
-    def _own_row(self, gradient: Tensor) -> Tensor:
-        return gradient if self._expert is None else gradient[self._expert]
 
     def _keeper(self, name: str, of: Callable[[Tensor], Tensor]) -> Callable[[Tensor], None]:
         def keep(gradient: Tensor) -> None:
-            if name not in self._found:
+            if name in self._found or torch.is_grad_enabled() or not is_plain(gradient):
+                self._is_unfit = True  # the parts would be of several backwards
+            elif OUTPUT in self._found:
                 self._found[name] = self._cut(of(gradient.detach())).clone()
 
         return keep
 
-    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        self._given = None
-        if len(args) != 1 or kwargs or not isinstance(args[0], Tensor) or not self._begins(args[0]):
+    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Give the module an input of its own: others use the tensor, too, and have parts in its gradient."""
+        if torch.compiler.is_compiling():
             return None
-        self._given = args[0].view_as(args[0])  # others use the tensor, too, and have parts in its gradient
+        self._given = None
+        if len(args) != 1 or kwargs or has_own_code(module) or not self._begins(args[0]):
+            return None
+        self._given = args[0].view_as(args[0])
         return (self._given,), {}
 
-    def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if self._given is not None and isinstance(output, Tensor):
-            self._record(self._given, output)
-        self._given = None
+    def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """Record the call."""
+        if torch.compiler.is_compiling():
+            return
+        given, self._given = self._given, None
+        if given is not None:
+            self._record(given, output)
 
     def _record_rows(self, rows_NH: Tensor, ends_e: Tensor, compute: Callable[[Tensor], Tensor]) -> Tensor:
+        if not self._begins(rows_NH):
+            return compute(rows_NH)
+        assert self._expert is not None
         given = rows_NH.view_as(rows_NH)
         output = compute(given)
-        if self._begins(given):
-            assert self._expert is not None
-            start, end = [0, *ends_e.tolist()][self._expert : self._expert + 2]
-            self._record(given, output, slice(start, end))
+        start, end = [0, *ends_e.tolist()][self._expert : self._expert + 2]
+        self._record(given, output, slice(start, end))
         return output
 
 
-def is_of_weight(name: str) -> bool:
-    """Return whether a recorded tensor is the gradient of a weight."""
-    return name.startswith(OF_WEIGHT) and name not in (OF_INPUT, OF_OUTPUT)
+def _inert() -> RecordedCall:
+    """Return a recorder that stands in a copy of its module, and records nothing."""
+    call = RecordedCall.__new__(RecordedCall)
+    call._has_begun, call._given = True, None
+    return call
+
+
+def is_plain(value: object) -> bool:
+    """Return whether a value is a tensor that can be recorded: strided, of no subclass, and now."""
+    if type(value) not in (Tensor, nn.Parameter):
+        return False
+    assert isinstance(value, Tensor)
+    if value.is_nested or value.layout != torch.strided or torch._C._functorch.is_functorch_wrapped_tensor(value):
+        return False
+    return not (value.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def has_own_code(module: nn.Module) -> bool:
+    """Return whether a script may have changed what a module computes: by hooks, or by a forward of its own."""
+    hooks = len(module._forward_hooks) - 1 + len(module._backward_hooks) + len(module._backward_pre_hooks)
+    return hooks > 0 or "forward" in module.__dict__
 
 
 def to_bytes(record: Mapping[str, Any]) -> bytes:
@@ -181,7 +208,7 @@ def from_bytes(data: bytes, device: torch.device) -> dict[str, Any]:
 
 
 def repeat(module: nn.Module, expert: int | None, record: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return what a recorded call gives here: its output and all gradients of the record.
+    """Return what a recorded call gives here: its output, and the gradient of its input if that was recorded.
 
     Args:
         module: as of `RecordedCall`, with the same weights.
@@ -192,45 +219,53 @@ def repeat(module: nn.Module, expert: int | None, record: Mapping[str, Any]) -> 
     given = tensors[INPUT].requires_grad_(OF_INPUT in tensors)
     with torch.enable_grad(), torch.autocast(given.device.type, dtype, enabled=is_autocast):
         if isinstance(module, Experts):
-            weights = {"weights": module.weights[expert].detach().requires_grad_()}
             ends_e = torch.tensor([len(given)], dtype=torch.int32, device=given.device)
-            views = module.expert.views(weights["weights"][None].to(given.dtype))
+            views = module.expert.views(module.weights[expert].detach()[None].to(given.dtype))
             output = module.expert.apply(given, views, graph_ops.product_of(ends_e), ends_e)
             if module.post_norm is not None:
                 output = norm_rows(module.post_norm, output, ends_e)
         else:
-            weights = {name: each.detach().requires_grad_() for name, each in module.named_parameters(recurse=False)}
-            alone = copy.copy(module)
-            alone.__dict__["_parameters"] = dict.fromkeys(module._parameters) | weights  # a bias may be None
-            alone.__dict__["_buffers"] = {name: each.clone() for name, each in module.named_buffers(recurse=False)}
+            alone = copy.copy(module)  # with buffers of its own, and weights without gradients
+            weights = {name: each.detach() for name, each in module.named_parameters(recurse=False)}
+            buffers = {name: each.clone() for name, each in module.named_buffers(recurse=False)}
+            alone.__dict__["_parameters"] = dict.fromkeys(module._parameters) | weights
+            alone.__dict__["_buffers"] = dict.fromkeys(module._buffers) | buffers
+            alone.training = record["training"]
             output = alone.forward(given)
-        wanted = {OF_INPUT: given} | {f"{OF_WEIGHT}{name}": each for name, each in weights.items()}
-        wanted = {name: each for name, each in wanted.items() if name in tensors}
-        found = torch.autograd.grad(output, [*wanted.values()], tensors[OF_OUTPUT], allow_unused=True) if wanted else ()
-    gradients = {name: each for name, each in zip(wanted, found, strict=True) if each is not None}
-    return {OUTPUT: output.detach(), **gradients}
+        found = {OUTPUT: output.detach()}
+        if OF_INPUT in tensors:
+            (found[OF_INPUT],) = torch.autograd.grad(output, given, tensors[OF_OUTPUT])
+    return found
 
 
 def differing(record: Mapping[str, Any], repeated: Mapping[str, Tensor]) -> list[str]:
     """Return the names of the recorded results that are not those of the repeated call.
 
-    Equal bits are right. Others may be, where libraries choose other kernels: they differ by `TOLERANCES` at most.
+    Equal bits are right. Others may be, where libraries choose other kernels: they differ by `TOLERANCES` at most, or
+    are small compared with what they are made of, as sums that cancel.
     """
     is_autocast, dtype = record["autocast"]
-    found = []
+    tensors, found = record["tensors"], []
     for name, value in repeated.items():
         tolerance = max(TOLERANCES.get(each, 0.0) for each in (value.dtype, dtype if is_autocast else value.dtype))
-        if not _is_close(record["tensors"][name], value, tolerance):
+        source = tensors[INPUT if name == OUTPUT else OF_OUTPUT]
+        if not _is_close(tensors[name], value, tolerance, source):
             found.append(name)
     return found
 
 
-def _is_close(one: Tensor, other: Tensor, tolerance: float) -> bool:
+def _is_close(one: Tensor, other: Tensor, tolerance: float, source: Tensor) -> bool:
     if torch.equal(one, other):
         return True
     one, other = one.double(), other.double()
     if not torch.equal(one.isfinite(), other.isfinite()):
         return False
     distance = (one - other).nan_to_num(0.0, 0.0, 0.0).abs().max()
-    largest = torch.maximum(one.abs(), other.abs()).nan_to_num(0.0, 0.0, 0.0).max()
+    largest = torch.maximum(_largest(one), _largest(other))
+    if source.is_floating_point():
+        largest = torch.maximum(largest, CANCELLED * _largest(source.double()))
     return bool(distance <= tolerance * largest)
+
+
+def _largest(tensor: Tensor) -> Tensor:
+    return tensor.nan_to_num(0.0, 0.0, 0.0).abs().max()

@@ -86,4 +86,7 @@ class VoteChecks:
         assert len(of_digests) == digest_checks.NUMBERS
         for finding in (self._digests.find(of_digests), self._calls.find(of_calls, of_digests[-1])):
             if finding is not None:
-                self._refusals.refuse(step, finding)
+                try:
+                    self._refusals.refuse(step, finding)
+                finally:
+                    self._calls.is_off |= self._refusals.doubts_calls

@@ -82,6 +82,7 @@ TESTS = (
 KERNELS = (
     "adamw",
     "dequantize",
+    "digest",
     "expert_histogram",
     "hash",
     "invert",

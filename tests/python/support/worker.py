@@ -73,7 +73,7 @@ class Options:
     faults: list[Fault] = field(default_factory=list)
     shuffle: bool = True
     poison: dict[int, str] = field(default_factory=dict)
-    """By step, what is not a number on this worker: its `loss`, or only a `gradient`."""
+    """By step, what is not a number on this worker: its `loss`, or only a `gradient`. Or it has a `penalty`."""
     model: str = ""
     """One of transformers' models, of `support.hub`; otherwise `Model`: of a `balance`, `wide`, or as it is."""
     hub: str = ""
@@ -356,7 +356,9 @@ def compute(options: Options, model: nn.Module, tokens: torch.Tensor, step: int)
 
 
 def poisoned(loss: torch.Tensor, model: nn.Module, kind: str | None) -> torch.Tensor:
-    """The loss, with what is to be not a number."""
+    """The loss, with what is to be not a number, or a penalty of the weights."""
+    if kind == "penalty":
+        return loss + 1e-2 * torch.stack([each.square().sum() for each in model.parameters()]).sum()
     if kind == "loss":
         return loss * float("nan")
     if kind == "gradient":  # the root of zero, whose slope is infinite, times zero

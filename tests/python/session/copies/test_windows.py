@@ -34,7 +34,7 @@ def ends(event):
 
 def run(start_job, preset, size=2, steps=30, **options):
     """The workers of a job that has ended well, and the traces of their sessions."""
-    job = start_job(size, preset=preset, **PROFILE)
+    job = start_job(size, preset=preset, on_corruption="ignore", **PROFILE)  # calls that are repeated travel, too
     job.session |= options.pop("session", {})
     workers = job.start_all({}, "abc"[:size], steps=steps, work=BUSY, trace=True, **options)
     assert [each.join() for each in workers] == [0] * size, workers[0].log()

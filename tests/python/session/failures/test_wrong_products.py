@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 
 import pytest
 import torch
@@ -10,10 +11,13 @@ from torch import nn
 
 import evermoe
 from evermoe.session import recorded_call
+from evermoe.session.call_checks import subjects
 from evermoe.session.recorded_call import RecordedCall, differing, from_bytes, repeat, to_bytes
+from evermoe.state.training_state import TrainingState
 from support.history import check_history
 
-STEPS = 200
+STEPS = 400
+PATIENCE = 300.0
 OFTEN = 1e9
 """Part of a step that makes a call in each eighth step be repeated."""
 
@@ -27,31 +31,63 @@ def start(start_job, names, wrong, where, **session):
 @pytest.mark.parametrize("where", ["head", "expert"])
 @pytest.mark.quick("a worker computes wrong products")
 def test_of_three_the_member_that_computes_wrongly_is_named_and_leaves(start_job, where):
-    """A repeated step is wrong again: what is stuck does not go away."""
+    """It leaves when it has been named in a third step, and no other member has."""
     workers = start(start_job, "abc", "b", where)
-    assert [each.join() for each in workers] == [0, 1, 0]
+    assert [each.join(PATIENCE) for each in workers] == [0, 1, 0]
     for each in workers:
-        first, again = each.events("corruption_found")
-        assert [first["action"], again["action"]] == ["repair", "evict"]
-        assert first["nodes"] == again["nodes"] == ["b"]
-        assert first["step"] == again["step"]
-        assert all(unit == "head" if where == "head" else unit.startswith("first.experts.") for unit in first["units"])
+        found = each.events("corruption_found")
+        assert [event["action"] for event in found] == ["repair", "repair", "evict"]
+        assert [event["nodes"] for event in found] == [["b"]] * 3
+        units = {unit for event in found for unit in event["units"]}
+        assert units == {"head"} if where == "head" else all(unit.startswith("first.experts.") for unit in units)
     assert "of a call of" in workers[1].log()
     check_history(workers)
 
 
-def test_of_two_neither_is_named_and_the_job_stops(start_job):
+def test_of_two_neither_is_named_and_calls_are_not_repeated_any_more(start_job):
     workers = start(start_job, "ab", "b", "head")
-    assert [each.join() for each in workers] == [1, 1]
+    assert [each.join(PATIENCE) for each in workers] == [0, 0]
     for each in workers:
-        assert [event["ranks"] for event in each.events("corruption_found")] == [[], []]
-        assert [event["action"] for event in each.events("corruption_found")] == ["repair", "stop"]
+        found = each.events("corruption_found")
+        assert [(event["ranks"], event["action"]) for event in found] == [([], "repair")] * 3
+    assert "calls of other members are not repeated any more" in workers[0].log(20_000)
+    check_history(workers)
+
+
+def test_a_newcomer_learns_that_calls_are_not_repeated(start_job):
+    job = start_job(2, preset="lazarus", expert_slots=10, min_replicas=2, rebalance_interval=0, join_interval=1)
+    job.open_gate(STEPS)
+    workers = [
+        job.start(name, steps=STEPS + 40, call_share=OFTEN, wrong="head" * (name == "b"), gated=True) for name in "ab"
+    ]
+    for each in workers:
+        each.wait_for("corruption_found", PATIENCE, count=3)
+        each.wait_for("gate", PATIENCE, step=STEPS)
+    workers.append(job.start("c", steps=STEPS + 40, call_share=OFTEN, gated=True))
+    job.take_in(workers[2], until=STEPS + 40)
+    assert [each.join(PATIENCE) for each in workers] == [0, 0, 0]
+    assert not workers[2].events("corruption_found")
+    assert len(workers[2].events("commit")) > 16
+    check_history(workers)
+
+
+@pytest.mark.parametrize(
+    "options", [{"poison": dict.fromkeys(range(60), "penalty")}, {"compiled": True}], ids=["penalty", "compiled"]
+)
+@pytest.mark.few(2)
+def test_habits_of_scripts_are_no_faults(start_job, options):
+    """The gradient of a weight has parts of a penalty, too; and a graph must not have a recorder in it."""
+    job = start_job(3, rebalance_interval=0, join_interval=1000)
+    workers = [job.start(name, steps=60, call_share=OFTEN, **options) for name in "abc"]
+    assert [each.join(PATIENCE) for each in workers] == [0, 0, 0]
+    assert not any(each.events("corruption_found") for each in workers)
+    assert len(workers[0].events("recovered")) == 1, "the start alone"
     check_history(workers)
 
 
 def test_right_products_are_never_found_wrong(start_job):
     workers = start(start_job, "abc", "", "")
-    assert [each.join() for each in workers] == [0, 0, 0]
+    assert [each.join(PATIENCE) for each in workers] == [0, 0, 0]
     assert not any(each.events("corruption_found") for each in workers)
 
 
@@ -73,10 +109,6 @@ class Mixed(nn.Module):
 
 
 SUBJECTS = {"embedding": None, "norm": None, "linear": None, "convolution": None, "moe.experts": 2}
-RESULTS = {
-    "embedding": {"output", "gradient of weight"},
-    "moe.experts": {"output", "gradient of input", "gradient of weights"},
-}
 
 
 def recorded(model, path, autocast=False, number=0):
@@ -94,7 +126,7 @@ def test_a_call_is_repeated_from_its_record_alone(path, autocast):
     record = from_bytes(to_bytes(recorded(model, path, autocast)), torch.device("cpu"))
     found = repeat(other.get_submodule(path), SUBJECTS[path], record)
     assert differing(record, found) == []
-    assert found.keys() == RESULTS.get(path, {"output", "gradient of input", "gradient of weight", "gradient of bias"})
+    assert found.keys() == {"output", *(["gradient of input"] if path != "embedding" else [])}
     assert other.linear.weight.grad is None, "a repeated call leaves no gradients"
     assert not model.linear._forward_hooks and not model.linear.weight._backward_hooks, "nothing is left behind"
     for name in found:
@@ -120,6 +152,16 @@ def test_of_large_calls_some_rows_are_recorded(monkeypatch, path):
     assert len(set(seen)) > 3, "other rows in other steps"
 
 
+def test_subjects_are_the_same_whatever_is_frozen():
+    """Newcomers do not know yet what the script of the others has frozen or thawed."""
+    model = Mixed()
+    state = TrainingState(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    modules = dict(model.named_modules())
+    found = subjects(modules, state, 2)
+    assert {each.path for each in found} >= {"embedding", "norm", "linear", "convolution"}
+    assert subjects({name: each.requires_grad_(False) for name, each in modules.items()}, state, 2) == found
+
+
 def test_of_large_calls_that_mix_rows_nothing_is_recorded(monkeypatch):
     monkeypatch.setattr(recorded_call, "MAX_BYTES", 2048)
     assert recorded(Mixed(), "convolution") == {}
@@ -142,12 +184,97 @@ def test_nothing_is_recorded_without_gradients():
     assert call.end() == {}
 
 
-def test_of_several_calls_the_first_is_recorded_without_the_gradient_of_weights():
+def test_of_several_calls_the_first_is_recorded():
     linear = nn.Linear(4, 4)
     call = RecordedCall(linear, None)
     x = torch.randn(3, 4, requires_grad=True)
-    linear(linear(x)).sum().backward()
+    with torch.autocast("cpu", torch.bfloat16):
+        first = linear(x)
+    linear(first.float()).sum().backward()
     record = call.end()
     assert record["tensors"].keys() == {"input", "output", "gradient of output", "gradient of input"}
     assert torch.equal(record["tensors"]["input"], x)
     assert differing(record, repeat(linear, None, record)) == []
+
+
+def hooked(linear, x):
+    linear.register_forward_hook(lambda module, args, output: 2 * output)
+    return linear(x).sum()
+
+
+def own_forward(linear, x):
+    linear.forward = lambda given: 2 * nn.Linear.forward(linear, given)
+    return linear(x).sum()
+
+
+def hooked_backward(linear, x):
+    linear.register_full_backward_hook(lambda module, given, result: (2 * given[0],))
+    return linear(x).sum()
+
+
+def two_backwards(linear, x):
+    y = linear(x).square().sum()
+    torch.autograd.grad(y, linear.weight, retain_graph=True)
+    return y
+
+
+def gradient_penalty(linear, x):
+    (gradient,) = torch.autograd.grad(linear(x).square().sum(), x, create_graph=True)
+    return gradient.square().sum()
+
+
+def vectorised(linear, x):
+    return torch.func.vmap(linear)(x).sum()
+
+
+def nested(linear, x):
+    return linear(torch.nested.nested_tensor([x[:1], x[1:]], requires_grad=True)).to_padded_tensor(0.0).sum()
+
+
+UNFIT = [hooked, own_forward, hooked_backward, two_backwards, gradient_penalty, vectorised, nested]
+
+
+@pytest.mark.parametrize("habit", UNFIT, ids=lambda habit: habit.__name__)
+def test_of_habits_that_no_other_member_can_repeat_nothing_is_recorded(habit):
+    linear, x = nn.Linear(4, 4), torch.randn(3, 4, requires_grad=True)
+    call = RecordedCall(linear, None)
+    habit(linear, x).backward()
+    record = call.end()
+    assert record == {}
+
+
+def test_compiled_calls_are_neither_recorded_nor_broken():
+    model = nn.Sequential(nn.Linear(4, 4))
+    call = RecordedCall(model[0], None)
+    torch.compile(model, fullgraph=True, backend="aot_eager")(torch.randn(3, 4)).sum().backward()
+    assert call.end() == {}
+
+
+def test_copies_and_files_of_a_model_have_no_recorder():
+    model = nn.Sequential(nn.Linear(4, 4))
+    call = RecordedCall(model[0], None)
+    model(torch.randn(3, 4)).sum().backward()
+    other = copy.deepcopy(model)
+    torch.save(model, io.BytesIO())
+    found = call.end()
+    other(torch.randn(3, 4)).sum().backward()
+    assert found["tensors"].keys() == {"input", "output", "gradient of output"}
+
+
+def test_a_call_in_training_is_repeated_so_by_a_module_that_evaluates():
+    norm = nn.BatchNorm1d(4)
+    call = RecordedCall(norm, None)
+    norm(torch.randn(8, 4, requires_grad=True)).square().sum().backward()
+    record = call.end()
+    assert differing(record, repeat(norm.eval(), None, record)) == []
+    assert not norm.training
+
+
+def test_sums_that_cancel_may_differ():
+    norm, x = nn.LayerNorm(64), torch.randn(8, 64, requires_grad=True)
+    call = RecordedCall(norm, None)
+    norm(x).sum().backward()  # of which the gradient is zero, but for rounding
+    record = call.end()
+    found = repeat(norm, None, record)
+    found["gradient of input"] = found["gradient of input"] * 1.5
+    assert differing(record, found) == []
