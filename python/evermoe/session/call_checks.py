@@ -10,6 +10,7 @@ Subject and members follow from the step's number. The interval between such ste
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -33,6 +34,8 @@ MIN_INTERVAL, MAX_INTERVAL = 8, 4096
 """Steps from one repeated call to the next, powers of two."""
 NUMBERS = 3
 """Numbers of a vote: whether results differ, seconds of this member, and whether it wants no more repeated calls."""
+UNREPEATABLE = (RuntimeError, TypeError, ValueError, AttributeError)
+"""Errors of calls that cannot be sent or repeated: a check must not end the job."""
 CALL_TAG = 0xCA11
 """Of messages between two members."""
 
@@ -135,7 +138,7 @@ class CallChecks:
         """Return the record as bytes; none without one."""
         try:
             return to_bytes(self._record) if self._record else b""
-        except (RuntimeError, TypeError, ValueError, AttributeError, NotImplementedError) as error:
+        except UNREPEATABLE as error:
             self._warn(error)
             return b""
 
@@ -149,7 +152,7 @@ class CallChecks:
         try:
             record = from_bytes(data, next(module.parameters()).device)
             return differing(record, repeat(module, expert, record))
-        except (RuntimeError, TypeError, ValueError, AttributeError) as error:  # a check must not end the job
+        except UNREPEATABLE as error:
             self._warn(error)
             return []
 
@@ -201,8 +204,8 @@ def subjects(modules: dict[str, nn.Module], state: TrainingState, ranks: int) ->
 
     Other classes may have state that differs between ranks. A module that shares its weights with another is left out.
     """
-    weights = [id(each) for module in modules.values() for each in module.parameters(recurse=False)]
-    shared = {each for each in weights if weights.count(each) > 1}
+    uses = Counter(id(each) for module in modules.values() for each in module.parameters(recurse=False))
+    shared = {each for each, count in uses.items() if count > 1}
     everyone, found = tuple(range(ranks)), []
     for path, module in modules.items():
         own = [*module.parameters(recurse=False)]

@@ -174,8 +174,9 @@ def shared_units(state: TrainingState, ranks: int, *, with_gradients: bool) -> l
     keeps.
     """
     entries: dict[tuple[int, ...], tuple[list[Entry], list[Entry]]] = {}
+    active = state.active(ranks)
     for unit in state.catalog.units:
-        holders = state.active(ranks)[unit.name]
+        holders = active[unit.name]
         is_owned = unit.name in state.owners.by_unit
         if is_owned:
             holders = tuple(range(ranks))
