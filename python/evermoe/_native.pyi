@@ -592,8 +592,9 @@ RECORD_HEADER_BYTES: int
 
 _Payload = tuple[int, int, int]
 _Gradients = list[NDArray[np.float32] | NDArray[np.uint16] | None]
-# epoch, version, the unit's own step count, numbers, gradients, bytes, whether the data is unchanged
-_Batch = tuple[int, int, int | None, NDArray[np.float32], _Gradients, int, bool]
+# epoch, version, the unit's own step count, numbers, gradients, bytes, whether the data is unchanged, and whether the
+# log has the trainer's digest of the state after it
+_Batch = tuple[int, int, int | None, NDArray[np.float32], _Gradients, int, bool, bool]
 
 def encode_gradient(
     gradient: NDArray[np.float32] | NDArray[np.uint16], numbers: list[float], record: NDArray[np.uint8]

@@ -186,9 +186,10 @@ struct ReplayLog(Mutex<replay::Log>);
 
 /// Outcome of a record: code, unit, message, digest of the state.
 type Received = (&'static str, Option<usize>, String, Option<u64>);
-/// Epoch, version, step count of the unit, numbers, gradients, bytes, whether the data is unchanged.
+/// Epoch, version, step count of the unit, numbers, gradients, bytes, whether the data is unchanged, and whether there is
+/// a digest of the state after the batch.
 type Taken<'py> =
-    (u64, u64, Option<u64>, Bound<'py, PyArray1<f32>>, Vec<Option<Bound<'py, PyAny>>>, usize, bool);
+    (u64, u64, Option<u64>, Bound<'py, PyArray1<f32>>, Vec<Option<Bound<'py, PyAny>>>, usize, bool, bool);
 
 fn received(accepted: std::result::Result<Accepted, (Option<usize>, Fault)>) -> Received {
     match accepted {
@@ -293,7 +294,16 @@ impl ReplayLog {
             }
         });
         let numbers = batch.numbers.into_pyarray(py);
-        Ok(Some((batch.epoch, batch.version, batch.t, numbers, gradients.collect(), batch.bytes, is_intact)))
+        Ok(Some((
+            batch.epoch,
+            batch.version,
+            batch.t,
+            numbers,
+            gradients.collect(),
+            batch.bytes,
+            is_intact,
+            batch.has_proof,
+        )))
     }
 
     fn applied(

@@ -105,6 +105,8 @@ pub struct Batch {
     pub gradients: Vec<Option<Stored>>,
     /// Bytes that count against the limit until [`Log::applied`].
     pub bytes: usize,
+    /// Whether the trainer has sent its digest of the state after the batch; see [`Log::proof`].
+    pub has_proof: bool,
     /// Digest of each gradient when it arrived; none if there is nothing left to compare.
     digests: Vec<Option<u64>>,
     /// Whether counts and numbers are unchanged.
@@ -114,7 +116,17 @@ pub struct Batch {
 impl Batch {
     fn from(version: u64, epoch: u64) -> Self {
         let (t, numbers, gradients, digests) = (None, Vec::new(), Vec::new(), Vec::new());
-        Self { epoch, version, t, numbers, gradients, bytes: 0, digests, are_numbers_intact: true }
+        Self {
+            epoch,
+            version,
+            t,
+            numbers,
+            gradients,
+            bytes: 0,
+            has_proof: false,
+            digests,
+            are_numbers_intact: true,
+        }
     }
 
     /// Whether the logged data is unchanged: no bit has flipped since it arrived.
@@ -467,6 +479,7 @@ impl Log {
                 own.entries.pop_front();
             }
         }
+        batch.has_proof = proven == Some(batch.version);
         (batch.version > start).then_some(batch)
     }
 

@@ -76,7 +76,8 @@ class Membership(Options):
     part of the state and the gradients, and refuse the update if these are not equal; of three or more, the majority
     names the member that differs. `repair`: all take the state of the majority and repeat the step; a member that
     differs again in this step, or in a third one, leaves. `evict`: it leaves at once, with `CorruptState`. `stop`: all
-    raise `CorruptState`. `ignore`: compare nothing."""
+    raise `CorruptState`. Where a replica that repeats steps differs from its trainer, a third member names the one that
+    is wrong: it leaves with `evict`; with `repair` the replica takes the trainer's state. `ignore`: compare nothing."""
     on_slow: OnSlow = option("warn", shared=True)
     """Action where a member of a session is named as slower than the others (`SlowMember`). `warn`: none but the names.
     `evict`: it leaves after the next step, which nobody repeats, and its process ends as on SIGTERM (code 143). This

@@ -226,7 +226,10 @@ class Verified(Event):
 
 @dataclass(frozen=True)
 class CorruptionFound(Event):
-    """In the vote on a step members differed in what must be the same, and refused the update."""
+    """In the vote on a step members differed in what must be the same, and refused the update.
+
+    If a copy that repeats steps differs from its trainer and takes its state, the update is not refused.
+    """
 
     step: int
     units: list[str]

@@ -193,7 +193,7 @@ class CallChecks:
         by_rank = {int(rank): names for _, _, found in everyone for rank, names in found.items()}
         first, second = ranks[:2]
         named = [] if len(ranks) < 3 else [first if by_rank.get(ranks[2]) else second]
-        return Finding([f"the {name} of a call of {unit}" for name in by_rank[second]], [unit], named, is_of_call=True)
+        return Finding([f"the {name} of a call of {unit}" for name in by_rank[second]], [unit], named, "call")
 
 
 INTERVALS = [1 << power for power in range(MIN_INTERVAL.bit_length() - 1, MAX_INTERVAL.bit_length())]

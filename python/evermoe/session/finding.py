@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Sequence
-from typing import NamedTuple, NoReturn
+from typing import Literal, NamedTuple
 
 from evermoe.comm.membership import MembershipManager
 from evermoe.config.membership import OnCorruption
@@ -28,6 +28,9 @@ ACTIONS = {
     "stop": "the update is refused, and the job stops",
 }
 
+TAKES_STATE = "the copy takes the state of the member that trains it"
+Kind = Literal["state", "call", "copy"]
+
 
 class Finding(NamedTuple):
     """A difference between members; the same on all of them."""
@@ -37,8 +40,8 @@ class Finding(NamedTuple):
     units: list[str]
     ranks: list[int]
     """Members that a majority names; empty if there is none."""
-    is_of_call: bool = False
-    """Whether a repeated call differs, and not what members hold."""
+    kind: Kind = "state"
+    """The subject: `state` that members hold, results of a repeated `call`, or a `copy` that repeats steps."""
     can_repair: bool = True
     """Whether a recovery brings the state of the majority."""
 
@@ -56,16 +59,16 @@ class Refusals:
         self._membership, self._policy, self._emit = membership, policy, emit
         self._last: tuple[int, list[str]] | None = None
         """The latest step that was refused as members hold other bits, and the ids of those that were named."""
-        self._times: dict[bool, Counter[str]] = {True: Counter(), False: Counter()}
-        """Number of refused steps in which each member was named, by id, and none (""); by repeated calls or not."""
+        self._times: dict[Kind, Counter[str]] = {"state": Counter(), "call": Counter()}
+        """Number of refused steps in which each member was named, by id, and none (""), by what differed."""
 
     @property
     def doubts_calls(self) -> bool:
         """Whether repeated calls have named several members, or often none: what is called may depend on the member."""
-        return len(self._times[True]) > 1 or self._times[True][""] >= MAX_TIMES
+        return len(self._times["call"]) > 1 or self._times["call"][""] >= MAX_TIMES
 
-    def refuse(self, step: int, finding: Finding) -> NoReturn:
-        """Refuse a step.
+    def refuse(self, step: int, finding: Finding) -> None:
+        """Refuse a step; return if a copy differs that can take its trainer's state, which needs no recovery.
 
         Raises:
             PeerLost: all recover and repeat the step, without this member if it is evicted.
@@ -73,6 +76,7 @@ class Refusals:
         """
         nodes, ranks = self._membership.nodes, finding.ranks
         action = self._action(step, finding)
+        is_mended = finding.kind == "copy" and action == "repair"
         self._emit(CorruptionFound(step, finding.units, ranks, [nodes[rank] for rank in ranks], action))
         some = ", ".join(finding.names[:4]) + (f" and {len(finding.names) - 4} more" if len(finding.names) > 4 else "")
         named = [f"{nodes[rank]} (rank {rank})" for rank in ranks]
@@ -80,9 +84,11 @@ class Refusals:
         message = f"members differ at step {step} in {some}: {who}"
         rank = self._membership.everyone.rank
         if rank in (0, *ranks):
-            logger.warning("%s: %s", message, ACTIONS[action])
-        if finding.is_of_call and self.doubts_calls and rank == 0:
+            logger.warning("%s: %s", message, TAKES_STATE if is_mended else ACTIONS[action])
+        if finding.kind == "call" and self.doubts_calls and rank == 0:
             logger.warning(DOUBTS)
+        if is_mended:
+            return
         if action == "stop" or (action == "evict" and rank in ranks):
             raise CorruptState(message, step, finding.units, ranks)
         raise PeerLost(message)
@@ -90,12 +96,14 @@ class Refusals:
     def _action(self, step: int, finding: Finding) -> str:
         """Return the reaction to a finding."""
         ids = [[*self._membership.members][rank] for rank in finding.ranks]
-        times = self._times[finding.is_of_call]
-        times.update(ids or [""])
         if self._policy == "stop":
             return "stop"
+        if finding.kind == "copy":
+            return "evict" if ids and self._policy == "evict" else "repair"
+        times = self._times[finding.kind]
+        times.update(ids or [""])
         is_usual = any(times[each] >= MAX_TIMES for each in ids)
-        if finding.is_of_call:
+        if finding.kind == "call":
             is_usual &= not self.doubts_calls
             return "evict" if ids and (self._policy == "evict" or is_usual) else "repair"
         is_repeated, self._last = self._last == (step, ids), (step, ids)

@@ -108,6 +108,7 @@ class RecoveryDriver(TrainingDriver):
             self._script.model,
             self._state,
             self._membership,
+            self._protection.replicas,
             self._config.membership.on_corruption,
             compares_gradients=self._config.on_gradients is None,
             emit=self._emit,

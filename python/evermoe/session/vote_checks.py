@@ -8,9 +8,11 @@ from torch import nn
 
 from evermoe.comm.membership import MembershipManager
 from evermoe.config.membership import OnCorruption
+from evermoe.copies.replay.replicas import Replicas
 from evermoe.events.base_event import Listener
-from evermoe.session import call_checks, digest_checks
+from evermoe.session import call_checks, copy_checks, digest_checks
 from evermoe.session.call_checks import CallChecks
+from evermoe.session.copy_checks import CopyChecks
 from evermoe.session.digest_checks import DigestChecks
 from evermoe.session.finding import Refusals
 from evermoe.state.training_state import TrainingState
@@ -23,6 +25,7 @@ class VoteChecks:
         model: the script's.
         state: its units.
         membership: the members.
+        replicas: that this member keeps for others.
         policy: reaction to a difference; `ignore`: nothing is checked.
         compares_gradients: whether members have equal gradients at the vote; code of the script may change them.
         emit: listener of the session.
@@ -33,6 +36,7 @@ class VoteChecks:
         model: nn.Module,
         state: TrainingState,
         membership: MembershipManager,
+        replicas: Replicas,
         policy: OnCorruption,
         *,
         compares_gradients: bool,
@@ -41,12 +45,14 @@ class VoteChecks:
         self._is_on = policy != "ignore"
         self._digests = DigestChecks(state, membership, compares_gradients=compares_gradients)
         self._calls = CallChecks(model, state, membership)
+        self._copies = CopyChecks(state, membership, replicas)
+        replicas.keeps_disputes = self._is_on
         self._refusals = Refusals(membership, policy, emit)
 
     @property
     def numbers(self) -> list[float]:
         """Numbers that this member adds to the vote; as many on all members."""
-        return [*self._calls.numbers, *self._digests.numbers]
+        return [*self._calls.numbers, *self._copies.numbers, *self._digests.numbers]
 
     def plan(self) -> None:
         """Begin with the current members and placement of experts."""
@@ -72,7 +78,7 @@ class VoteChecks:
         self._digests.compute(step)
 
     def judge(self, step: int, sums: Sequence[float]) -> None:
-        """Refuse a step in whose vote members differ; collective if they do.
+        """Refuse a step in whose vote members differ, or replace a copy that does; collective if they do.
 
         Args:
             step: that all members have voted for.
@@ -82,7 +88,8 @@ class VoteChecks:
             PeerLost: some members differ: all recover, and repeat the step.
             CorruptState: this member must leave, or the job stops.
         """
-        of_calls, of_digests = sums[: call_checks.NUMBERS], sums[call_checks.NUMBERS :]
+        end = call_checks.NUMBERS + copy_checks.NUMBERS
+        of_calls, of_copies, of_digests = sums[: call_checks.NUMBERS], sums[call_checks.NUMBERS : end], sums[end:]
         assert len(of_digests) == digest_checks.NUMBERS
         for finding in (self._digests.find(of_digests), self._calls.find(of_calls, of_digests[-1])):
             if finding is not None:
@@ -90,3 +97,6 @@ class VoteChecks:
                     self._refusals.refuse(step, finding)
                 finally:
                     self._calls.is_off |= self._refusals.doubts_calls
+        if (finding := self._copies.find(of_copies)) is not None:
+            self._refusals.refuse(step, finding)
+            self._copies.end()

@@ -1,31 +1,38 @@
 """A replica uses no bit that is not its trainer's: each flip is found, at rest or by the trainer's digest."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 
 from evermoe import optim
+from evermoe.copies.replay import part
+from evermoe.copies.replay.dispute import repeat_batch
 from evermoe.copies.replay.part import sum_of_words
 from evermoe.copies.replay.replica import Replica
 from evermoe.copies.replay.sender import GradientSender, Row
 from evermoe.copies.replay.source import take_digests
 from evermoe.errors import ReplicaBehind
+from evermoe.planning.protection import BATCH_STEPS
+from evermoe.session.recorded_call import from_bytes, to_bytes
 
 UNITS = 3
 ELEMENTS = 1032
 STEPS = 12
+PASS = 32
 
 
 class Pair:
     """A trainer of some rows, and their replica."""
 
-    def __init__(self):
+    def __init__(self, *, keeps_disputes=False):
         torch.manual_seed(0)
         self.p = torch.nn.Parameter(torch.randn(UNITS, ELEMENTS))
         self.optimizer = optim.AdamW([self.p], lr=1e-2)
         self.sender = GradientSender(
             self.optimizer, {f"unit{index}": {"weights": Row(self.p, index)} for index in range(UNITS)}
         )
-        self.replica = Replica(self.sender.layouts())
+        self.replica = Replica(self.sender.layouts(), keeps_disputes=keeps_disputes)
         self.taken = -1
 
     def step(self):
@@ -117,15 +124,68 @@ def test_step_that_was_repeated_wrongly_is_found_by_the_digest_of_the_trainer(pa
 
 def test_proofs_take_turns_and_reach_every_unit(pair):
     pair.step()
-    taken = [0] * UNITS
-    for _ in range(4 * UNITS):
-        take_digests(pair.sender.next_digests(2 * UNITS), pair.optimizer)
-        found = [source.digest is not None for source in pair.sender._sources]
-        assert sum(found) <= 1
-        taken = [count + one for count, one in zip(taken, found, strict=True)]
-        for source in pair.sender._sources:
+    taken = [[] for _ in range(UNITS)]
+    for call in range(4 * PASS):
+        take_digests(pair.sender.turns.choose(PASS), pair.optimizer)
+        for calls, source in zip(taken, pair.sender._sources, strict=True):
+            if source.digest is not None:
+                calls.append(call)
             source.digest = None
-    assert taken == [2] * UNITS
+    firsts = []
+    for calls in taken:
+        first = set()
+        for call in calls:
+            first |= set() if call - BATCH_STEPS in first else {call}
+        assert [after - before for before, after in pairwise(sorted(first))] == [PASS] * 3
+        assert set(calls) - first == {call + BATCH_STEPS for call in first if call + BATCH_STEPS < 4 * PASS}
+        firsts.append(first)
+    assert len(set.union(*firsts)) == 4 * UNITS, "the first ones one at a time"
+
+
+@pytest.mark.parametrize("wrong", ["trainer", "copy"])
+@pytest.mark.parametrize("steps", [1, BATCH_STEPS])
+def test_a_third_repeats_the_steps_since_both_had_the_same_state(wrong, steps, monkeypatch):
+    pair = Pair(keeps_disputes=True)
+    with pair.replica:
+        for _ in range(STEPS):
+            pair.step()
+        assert pair.prove() == []
+        if wrong == "copy":
+            monkeypatch.setattr(part, "adamw_", lambda *args: args[0].add_(1e-3))
+        for _ in range(steps):
+            pair.step()
+        if wrong == "trainer":
+            pair.p.data[0, 5] += 1e-3
+        assert pair.prove() == [], "the state stays in use"
+        dispute = pair.replica.dispute
+        assert (dispute.unit, dispute.part, dispute.step) == ("unit0", "unit0/weights", pair.taken)
+        assert dispute.own != dispute.of_trainer
+        monkeypatch.undo()
+        record = from_bytes(to_bytes(dispute.batch.record()), torch.device("cpu"))
+        repeated = repeat_batch(pair.sender.layouts()[0], dispute.part, record)
+        assert repeated == (dispute.own if wrong == "trainer" else dispute.of_trainer)
+        assert pair.find(0) == (wrong == "never")
+        pair.replica.end_disputes()
+        assert "unit0" in {each.unit for each in pair.replica.take_damages()}
+        assert pair.replica.dispute is None
+        pair.step()
+        pair.step()
+        assert [pair.find(index) for index in range(UNITS)] == [True] * UNITS, "it has the trainer's state"
+
+
+def test_nobody_can_repeat_the_steps_since_an_unknown_state():
+    """The states parted before the first of the two digests."""
+    pair = Pair(keeps_disputes=True)
+    with pair.replica:
+        pair.step()
+        pair.find(0)
+        pair.p.data[0, 5] += 1e-3
+        for _ in range(3):
+            pair.step()
+        pair.find(0)
+        pair.step()
+        pair.prove()
+        assert pair.replica.dispute.batch is None
 
 
 def test_sum_of_words_knows_every_bit():

@@ -25,7 +25,7 @@ def test_a_frozen_row_that_is_in_no_optimizer_costs_a_header_until_a_script_writ
             replica.release_held()
             if step == 8:  # thawed, but no optimizer steps it
                 frozen.requires_grad_(True).grad = torch.ones_like(frozen)
-            assert step >= 8 or all(source.parameter is trained for source in sender.next_digests(1))
+            assert step >= 8 or all(source.parameter is trained for source in sender.turns.choose(1))
             assert replica.catch_up("a").step == step
             assert torch.equal(replica.catch_up("a").state, frozen.detach()[1].view(torch.uint8))
     full, header = sizes[0], sizes[1]

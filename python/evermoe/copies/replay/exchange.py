@@ -72,6 +72,7 @@ class ReplayExchange:
         message_bytes: maximum bytes of a message of states that are sent while a step computes; None: by the link.
         alone: units whose gradients are final once backward has computed them: see `early_gradients`.
         bucket_bytes: minimum bytes of a message of gradients that are sent during backward; 0 sends none then.
+        keeps_disputes: see `Replica`.
     """
 
     def __init__(
@@ -87,22 +88,23 @@ class ReplayExchange:
         message_bytes: int | None = None,
         alone: Collection[str] = (),
         bucket_bytes: int = 0,
+        keeps_disputes: bool = False,
     ) -> None:
         self.state, self.keeps_previous, self.device = state, keeps_previous, torch.device(device)
         kept = list(kept)
         self._holders = {each.unit: each.holders for each in kept if each.primary == rank}
         """Ranks that keep each unit which this member sends, in the order in which replicas begin."""
-        self._primaries = {each.unit: each.primary for each in kept if rank in each.holders}
+        self.primaries = {each.unit: each.primary for each in kept if rank in each.holders}
         """The rank that sends each unit which this member keeps, in the same order."""
         self._to = _by_peer((holder, unit) for unit, holders in self._holders.items() for holder in holders)
-        self._from = _by_peer((primary, unit) for unit, primary in self._primaries.items())
+        self._from = _by_peer((primary, unit) for unit, primary in self.primaries.items())
         mine = list(dict.fromkeys(unit for units in self._to.values() for unit in units))
         theirs = [state.catalog.by_name[unit] for units in self._from.values() for unit in units]
         self.sender = GradientSender(
             state.optimizer, {unit: rows_of(state, unit) for unit in mine}, arithmetics=arithmetics, is_hooked=False
         )
         self.early = EarlyStates(
-            state.catalog, self._holders, self._primaries, self.sender, state.optimizer, message_bytes
+            state.catalog, self._holders, self.primaries, self.sender, state.optimizer, message_bytes
         )
         """States from before the next step that may be sent while it computes; otherwise `exchange_step` sends them."""
         with_rest = {each.primary for each in kept if each.unit not in alone}
@@ -118,7 +120,8 @@ class ReplayExchange:
             for spec in parameters_of(state.catalog.by_name[u])
         ]
         log_bytes = LOG_STEPS * sum(gradients) if log_bytes is None else log_bytes
-        self.replica = Replica(theirs, device=device, log_bytes=max([1, log_bytes, *gradients]))
+        log_bytes = max([1, log_bytes, *gradients])
+        self.replica = Replica(theirs, device=device, log_bytes=log_bytes, keeps_disputes=keeps_disputes)
         self._previous: dict[tuple[str, int], CaughtUp] = {}
         """States one step before the newest that `stored` has yielded; the replica itself has moved past them."""
 
@@ -137,7 +140,7 @@ class ReplayExchange:
 
         Nothing may write the state while it is read.
         """
-        sources = self.sender.next_digests(PROOF_STEPS)
+        sources = self.sender.turns.choose(PROOF_STEPS)
         return partial(take_digests, sources, self.state.optimizer) if sources else None
 
     def begin_with(self, courier: Courier, step: int, copies: KeptCopies) -> ExchangeResult:
@@ -158,7 +161,7 @@ class ReplayExchange:
         mine = copies.here
         arriving = deque(
             (data, courier.begin_receive(Message(data, peer, REPLAY_TAIL)))
-            for unit, peer in self._primaries.items()
+            for unit, peer in self.primaries.items()
             if unit not in mine
             for data in self._room_for(unit)
         )

@@ -76,11 +76,14 @@ class Part:
         Raises:
             CorruptCopy: they differ.
         """
-        own = self._seal if self.device.type == "cpu" else self._digest()
-        if own != digest:
+        if self.digest() != digest:
             raise CorruptCopy(
                 f"{self.name}: the state differs from the trainer's; a step was not repeated exactly or a bit flipped"
             )
+
+    def digest(self) -> int | None:
+        """Return the `state_digest` of what was written; None without a state."""
+        return self._seal if self.device.type == "cpu" else self._digest()
 
     def _digest(self) -> int | None:
         return None if self.state is None else state_digest([self.state.cpu().numpy()])
@@ -107,16 +110,18 @@ class Part:
             return
         self.check_seal()
         steps = torch.from_numpy(numbers).view(len(gradients), -1)
-        received = [None if gradient is None else self._gradient(gradient) for gradient in gradients]
+        received = [None if gradient is None else tensor_of(gradient).to(self.device) for gradient in gradients]
         repeat_steps(self.layout, self.state, steps, received, t)
         self.writes += 1
         self._finish()
         self.seal_state()
 
-    def _gradient(self, gradient: NDArray[Any]) -> Tensor:
-        if gradient.dtype == np.uint16:
-            return torch.from_numpy(gradient.view(np.int16)).view(torch.bfloat16).to(self.device)
-        return torch.from_numpy(gradient).to(self.device)
+
+def tensor_of(gradient: NDArray[Any]) -> Tensor:
+    """Return a logged gradient as a tensor: float32, or bfloat16 of its bits."""
+    if gradient.dtype == np.uint16:
+        return torch.from_numpy(gradient.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(gradient)
 
 
 def repeat_steps(layout: Unit, state: Tensor, steps: Tensor, gradients: Sequence[Tensor | None], t: int | None) -> None:

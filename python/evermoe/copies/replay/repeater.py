@@ -9,10 +9,14 @@ from typing import NamedTuple
 from torch import Tensor
 
 from evermoe._native import ReplayLog
+from evermoe.copies.replay.dispute import Dispute, LoggedBatch
 from evermoe.copies.replay.part import Part
 from evermoe.errors import CorruptCopy, ReplicaBehind
 from evermoe.planning.protection import batch_steps
 from evermoe.state.unit import digests_of
+
+DISPUTE_STEPS = 32
+"""Steps from a dispute that a third member has decided to the next: if all states differ, one shows whose are wrong."""
 
 
 class Damage(NamedTuple):
@@ -33,10 +37,17 @@ class Repeater:
     Args:
         parts: in the order of the log.
         log: of their steps.
+        keeps_disputes: a state that differs from the trainer's alone stays until `end_disputes`, one at a time.
     """
 
-    def __init__(self, parts: Sequence[Part], log: ReplayLog) -> None:
-        self._parts, self._log = parts, log
+    def __init__(self, parts: Sequence[Part], log: ReplayLog, *, keeps_disputes: bool) -> None:
+        self._parts, self._log, self._keeps_disputes = parts, log, keeps_disputes
+        self.disputes: dict[int, Dispute] = {}
+        """States that differ from the trainer's, by the part's index."""
+        self._disputes_from = 0
+        """Step from which one may be kept: those that differ soon after another are not."""
+        self._proven: dict[int, int | None] = {}
+        """The latest step after which the trainer had the same state, by the part's index."""
         self.failures: dict[int, str] = {}
         """Reasons why parts have no state, by index."""
         self._damages: list[Damage] = []
@@ -48,6 +59,7 @@ class Repeater:
         with self._parts[index].lock:
             self._parts[index].install_state(state, digest)
             self._log.installed(index)
+            self._proven[index] = self._log.version(index)
             self.failures.pop(index, None)
 
     def apply_locked(self, index: int, until: int) -> bool:
@@ -56,10 +68,14 @@ class Repeater:
         taken = self._log.take(index, batch_steps(part.elements), max(until, 0))
         if taken is None:
             return False
-        epoch, version, t, numbers, gradients, nbytes, is_intact = taken
+        epoch, version, t, numbers, gradients, nbytes, is_intact, has_proof = taken
+        batch = None
         try:
             if not is_intact:
                 raise CorruptCopy(f"{part.name}: a logged step differs from what arrived; a bit has flipped in memory")
+            is_proven = self._keeps_disputes and has_proof and self._proven.get(index) == self._log.version(index)
+            if is_proven and part.state is not None:
+                batch = LoggedBatch(part.state.clone(), numbers, gradients, t)
             part.apply_steps(numbers, gradients, t)
         except CorruptCopy as error:
             self._refuse(index, version, error)
@@ -67,7 +83,7 @@ class Repeater:
             self.failures[index] = f"{part.name}: {error}"
             self._log.forget(index)
         self._log.applied(index, epoch, version, nbytes)
-        self.compare_locked(index)
+        self.compare_locked(index, batch)
         return True
 
     def make_room(self, index: int | None, before: int, kept_steps: int) -> None:
@@ -93,14 +109,22 @@ class Repeater:
             if newest is not None and self._log.nbytes >= before:
                 self.apply_locked(index, newest)
 
-    def compare_locked(self, index: int) -> None:
-        """Compare the state with the trainer's digest, if there is one of its version."""
+    def compare_locked(self, index: int, batch: LoggedBatch | None = None) -> None:
+        """Compare the state with the trainer's digest, if there is one of its version.
+
+        `batch`: the steps that led to it, for a dispute.
+        """
         expected, version = self._log.proof(index), self._log.version(index)
         if expected is not None and version is not None:
+            part = self._parts[index]
             try:
-                self._parts[index].compare_digest(expected)
+                part.compare_digest(expected)
+                self._proven[index] = version
             except CorruptCopy as error:
-                self._refuse(index, version, error)
+                if not self._keeps_disputes or version < self._disputes_from:
+                    self._refuse(index, version, error)
+                elif index not in self.disputes:
+                    self.disputes[index] = Dispute(part.unit.name, part.name, version, expected, part.digest(), batch)
 
     def state_locked(self, index: int, step: int) -> Tensor:
         """Return a part's state after a step.
@@ -145,6 +169,15 @@ class Repeater:
 
     def _writes(self, indices: Sequence[int]) -> int:
         return sum(self._parts[index].writes for index in indices)
+
+    def end_disputes(self) -> None:
+        """Stop using the states in dispute: their full states must arrive. Takes the locks."""
+        for index, dispute in list(self.disputes.items()):
+            with self._parts[index].lock:
+                del self.disputes[index]
+                if dispute.batch is not None:
+                    self._disputes_from = dispute.step + DISPUTE_STEPS
+                self._refuse(index, dispute.step, CorruptCopy(f"{dispute.part}: the state differs from the trainer's"))
 
     def take_damages(self) -> list[Damage]:
         """Return the damage that was found since the previous call."""

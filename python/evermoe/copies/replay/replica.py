@@ -35,6 +35,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from evermoe._native import RECORD_HEADER_BYTES, ReplayLog, digest
+from evermoe.copies.replay.dispute import Dispute
 from evermoe.copies.replay.part import Part, parts_of
 from evermoe.copies.replay.repeater import Damage, Repeater
 from evermoe.errors import ReplicaBehind
@@ -102,6 +103,8 @@ class Replica(AbstractContextManager["Replica"]):
         log_bytes: bound of the log; at least one float32 gradient of the largest parameter.
         kept_steps: newest steps that are not applied until `catch_up` asks for them, so that it can also return an
             earlier step; fewer if the log is full.
+        keeps_disputes: a state that differs from the trainer's digest, and not from what the replica has written, stays
+            in use until `end_disputes`: another member may find that the trainer's is wrong.
 
     Raises:
         ValueError: a name is used twice, or `log_bytes` is too small.
@@ -114,6 +117,7 @@ class Replica(AbstractContextManager["Replica"]):
         device: torch.device | str = "cpu",
         log_bytes: int = 1 << 30,
         kept_steps: int = KEPT_STEPS,
+        keeps_disputes: bool = False,
     ) -> None:
         self._kept_steps, own = kept_steps, torch.device(device)
         if own.type == "cuda" and own.index is None:  # each thread has its own current GPU
@@ -127,7 +131,7 @@ class Replica(AbstractContextManager["Replica"]):
             self._parts += [Part(unit, specs, own) for specs in parts_of(unit)]
             self._units[unit.name] = list(range(first, len(self._parts)))
         self._log = ReplayLog([(part.name, part.elements, part.layout.nbytes) for part in self._parts], log_bytes)
-        self._repeater = Repeater(self._parts, self._log)
+        self._repeater = Repeater(self._parts, self._log, keeps_disputes=keeps_disputes)
         self._batches = [batch_steps(part.elements) + kept_steps for part in self._parts]
         """Number of logged steps at which a batch of them is applied."""
         self._waiting = threading.Condition()
@@ -231,6 +235,15 @@ class Replica(AbstractContextManager["Replica"]):
     def take_damages(self) -> list[Damage]:
         """Return the damage that was found since the previous call; each unit waits for its full state."""
         return self._repeater.take_damages()
+
+    @property
+    def dispute(self) -> Dispute | None:
+        """The first state that differs from the trainer's, if there is one."""
+        return next(iter(self._repeater.disputes.values()), None)
+
+    def end_disputes(self) -> None:
+        """Take the trainer's word: each unit in dispute waits for its full state."""
+        self._repeater.end_disputes()
 
     @property
     def log_nbytes(self) -> int:

@@ -25,6 +25,7 @@ from evermoe.comm.task import Task
 from evermoe.config.copies import CopyConfig
 from evermoe.copies.replay.calibrate import Arithmetics
 from evermoe.copies.replay.devices import check_device
+from evermoe.copies.replay.dispute import Dispute
 from evermoe.copies.replay.exchange import ExchangeResult, ReplayExchange
 from evermoe.copies.replay.part import parts_of
 from evermoe.copies.replay.repeater import Damage
@@ -114,7 +115,7 @@ class Replicas(Keeper):
         message_bytes: int | None = None,
     ) -> None:
         self._state, self._membership, self._options, self._emit = state, membership, options, emit
-        self._replayed = check_device(options.preset.group(ReplayedCopies))
+        check_device(options.preset.group(ReplayedCopies))
         self._pacer, self._message_bytes = pacer, message_bytes
         device = membership.device
         self.courier = Courier(membership.transport, pacer, "evermoe-gradients", device=device, link=DEFAULT_LINK)
@@ -147,6 +148,8 @@ class Replicas(Keeper):
         """Units of which this member needs the full state again."""
         self.lacks_states = False
         """Whether a state with which a replica of the latest plan should begin did not arrive intact."""
+        self.keeps_disputes = False
+        """Whether copies that differ from the trainer's stay in use until members have found which of them is wrong."""
         self._has_warned = False
         """Whether the first message that could not be used was reported."""
 
@@ -172,17 +175,19 @@ class Replicas(Keeper):
         experts = set(self._state.catalog.experts())
         alone = {each.unit for each in kept if each.unit in experts and len(assignment.active[each.unit]) == 1}
         self.is_early = all(each.unit in alone for each in kept if each.primary == rank)
+        replayed = self._options.preset.group(ReplayedCopies)
         copies = ReplayExchange(
             self._state,
             kept,
             rank,
             self.arithmetics,
-            log_bytes=self._replayed.replay_log_bytes,
+            log_bytes=replayed.replay_log_bytes,
             keeps_previous=assignment.copies_late,
-            device=self._replayed.replica_device,
+            device=replayed.replica_device,
             message_bytes=self._message_bytes,
             alone=alone,
             bucket_bytes=assignment.gradient_bucket_bytes,
+            keeps_disputes=self.keeps_disputes,
         )
         members = list(self._membership.members) or [self._membership.id]
         trainers = {each.unit: [members[rank] for rank in assignment.active[each.unit]] for each in kept}
@@ -321,6 +326,17 @@ class Replicas(Keeper):
         for unit in {unit for units in found for unit in units}:
             if primary(unit) == everyone.rank:
                 self._now.copies.sender.request_full_state(unit)
+
+    @property
+    def dispute(self) -> tuple[int, Dispute] | None:
+        """The first copy on this member that differs from its trainer's state, after the rank of the trainer."""
+        found = None if self._now is None else self._now.copies.replica.dispute
+        return None if found is None or self._now is None else (self._now.copies.primaries[found.unit], found)
+
+    def end_disputes(self) -> None:
+        """Wait for the trainers' full states in place of the copies that differ."""
+        if self._now is not None:
+            self._now.copies.replica.end_disputes()
 
     # ---- after a failure
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from evermoe.copies.replay.calibrate import Arithmetics, calibrate
+from evermoe.copies.replay.digest_turns import DigestTurns
 from evermoe.copies.replay.source import (
     Bytes,
     GradientRecord,
@@ -89,8 +90,8 @@ class GradientSender:
         self._last_step: int | None = None
         self._num_steps = 0
         self._was_skipped = False
-        self._next_source, self._elements_to_read = 0, 0.0
-        """For `next_digests`: index of the next source, and number of elements to read."""
+        self.turns = DigestTurns(self._sources, optimizer)
+        """Choose what replicas compare next."""
         before, after = optimizer.register_step_pre_hook, optimizer.register_step_post_hook
         self._hooks = [before(self._before_step), after(self._after_step)] if is_hooked else []
 
@@ -217,20 +218,6 @@ class GradientSender:
     def lacking(self, unit: str) -> list[Source]:
         """Return the sources of a unit that replicas cannot follow without a full state; call `reread` first."""
         return [source for source in self._units[unit] if source.sent is None or source.sent != source.stamp()]
-
-    def next_digests(self, steps: int) -> list[Source]:
-        """Return the parameters, none frozen, whose digests are taken next, each once in this number of calls."""
-        found = []
-        followed = [each for each in self._sources if each.sent and not is_still(each.parameter, self._optimizer)]
-        self._elements_to_read += sum(source.elements for source in followed) / steps
-        for _ in followed:
-            source = followed[self._next_source % len(followed)]
-            if source.elements > self._elements_to_read:
-                break
-            found.append(source)
-            self._elements_to_read -= source.elements
-            self._next_source += 1
-        return found
 
     def proofs(self, step: int) -> list[Bytes]:
         """Return messages with digests of all parameters' state as it is now, after the step of the latest `messages`.
