@@ -8,8 +8,8 @@ from evermoe.ops.cache import has_cuda_kernels
 from evermoe.presets import ReplayedCopies
 
 
-def check_device(options: ReplayedCopies) -> ReplayedCopies:
-    """Check that this process can repeat steps on the device of the options, and return them.
+def check_device(options: ReplayedCopies) -> None:
+    """Check that this process can repeat steps on the device of the options.
 
     Raises:
         ValueError: it has no such GPU, or its build has no CUDA kernels.
@@ -19,4 +19,3 @@ def check_device(options: ReplayedCopies) -> ReplayedCopies:
         raise ValueError(
             f"replica_device is {name!r}, but this process has no such GPU, or this build no CUDA kernels; use cpu"
         )
-    return options
