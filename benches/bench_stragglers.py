@@ -2,11 +2,12 @@
 
     python benches/bench_stragglers.py [--episodes 20] [--workers 4] [--busy 2] [--json PATH]
 
-In each episode all workers are equally fast for 24 steps. Then one of them, another in each episode, sleeps in 20
-steps: for 30 % of the processor's time that its steps take, or for 100 ms. The control has as many steps, and nobody
-sleeps. `named` counts the episodes in which the slow member is named in these 20 steps, `after` is the median
-number of steps until then, and `mistakes` counts the names of other members, and of any member in the control. With
-`--busy N`, N other processes keep the processors busy for half of the time, in random turns.
+In each episode all workers are equally fast for 24 steps. Then one of them, another in each episode, is slow in 20
+steps: it sleeps for 30 % of the processor's time that its steps take, or for 100 ms, or the kernel limits what each of
+its TCP connections sends to 10 MB/s. The control has as many steps, and nobody is slow. Each worker is a node of its
+own. `named` counts the episodes in which the slow member is named in these 20 steps, `after` is the median number of
+steps until then, and `mistakes` counts the names of other members, and of any member in the control. With `--busy N`,
+N other processes keep the processors busy for half of the time, in random turns.
 """
 
 import argparse
@@ -21,16 +22,19 @@ import tempfile
 import time
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "python"))
+
 import torch
 
 import evermoe
 from common import Table
 from evermoe.demo.model import ByteGPT
 from evermoe.events import SlowMember
+from support.link_rate import NO_LIMIT, RATE, limit_connections
 
 FAST, SLOW = 24, 20
 """Steps of an episode without and with a slow member."""
-KINDS = ("none", "30 %", "100 ms")
+KINDS = ("none", "30 %", "100 ms", "10 MB/s")
 BUSY_SECONDS = 0.5
 """Mean seconds of a turn of a process that keeps a processor busy."""
 
@@ -98,6 +102,7 @@ def train(arguments):
     """Train as one worker; rank 0 writes who was named in which step, and the median seconds of a step."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
+    os.environ["EVERMOE_NODE"] = f"node{os.environ['LOCAL_RANK']}"
     model = ByteGPT(layers=2, hidden=64, heads=4, intermediate=128, experts=8, top_k=2, sequence=64, balance=0.01)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     data = torch.randint(0, 256, (1000, 65), generator=torch.Generator().manual_seed(1))
@@ -111,11 +116,14 @@ def train(arguments):
     used = time.thread_time()
     for step in session.steps(arguments.episodes * (FAST + SLOW)):
         episode, at = divmod(step.number, FAST + SLOW)
+        is_slow = at >= FAST and session.group.rank == episode % arguments.workers
+        if arguments.kind == "10 MB/s" and (is_slow or at == 0):
+            limit_connections(RATE if is_slow else NO_LIMIT)
         with step as indices:
             loss = model.loss(data[indices])
-            if at >= FAST and session.group.rank == episode % arguments.workers:
-                sleep = {"none": 0.0, "30 %": 0.3 * (time.thread_time() - used), "100 ms": 0.1}
-                time.sleep(sleep[arguments.kind])
+            if is_slow:
+                sleep = {"30 %": 0.3 * (time.thread_time() - used), "100 ms": 0.1}
+                time.sleep(sleep.get(arguments.kind, 0.0))
             used = time.thread_time()
             step.backward(loss)
         times.append(time.monotonic())

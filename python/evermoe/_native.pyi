@@ -865,6 +865,12 @@ class Transfer:
     def wait(self, milliseconds: int) -> str | None:
         """Wait until it is over; return the reason of its failure, or None."""
 
+    def seconds(self) -> float | None:
+        """Return the seconds in which its bytes were moving; None if they still are, or if it failed.
+
+        Of a received message: from the arrival of its header to that of its last byte.
+        """
+
 class ReplayLog:
     """Records of a replica until it repeats the steps; `evermoe.copies.replay.Replica` drives it."""
 

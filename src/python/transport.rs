@@ -128,4 +128,8 @@ impl Transfer {
             None => Some(format!("timed out after {milliseconds} ms")),
         }
     }
+
+    fn seconds(&self) -> Option<f64> {
+        self.transfer.took().map(|took| took.as_secs_f64())
+    }
 }

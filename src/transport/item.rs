@@ -22,8 +22,9 @@ unsafe impl Sync for Item {}
 #[derive(Clone, Debug)]
 enum Progress {
     Waiting,
-    Moving,
-    Done(Result<usize, String>),
+    Moving(Instant),
+    /// The result, and for how long it was moving.
+    Done(Result<usize, String>, Duration),
 }
 
 impl Item {
@@ -42,7 +43,7 @@ impl Item {
         let mut progress = self.lock();
         let is_wanted = matches!(*progress, Progress::Waiting);
         if is_wanted {
-            *progress = Progress::Moving;
+            *progress = Progress::Moving(Instant::now());
         }
         is_wanted
     }
@@ -68,7 +69,9 @@ impl Item {
 
     /// Ends the access of the thread that moved the bytes.
     pub(super) fn finish(&self, result: Result<usize, String>) {
-        *self.lock() = Progress::Done(result);
+        let mut progress = self.lock();
+        let took = if let Progress::Moving(since) = &*progress { since.elapsed() } else { Duration::ZERO };
+        *progress = Progress::Done(result, took);
         self.changed.notify_all();
     }
 
@@ -76,7 +79,7 @@ impl Item {
     pub(super) fn fail(&self, reason: &str) {
         let mut progress = self.lock();
         if matches!(*progress, Progress::Waiting) {
-            *progress = Progress::Done(Err(reason.to_owned()));
+            *progress = Progress::Done(Err(reason.to_owned()), Duration::ZERO);
             self.changed.notify_all();
         }
     }
@@ -86,7 +89,7 @@ impl Item {
         let deadline = Instant::now() + limit;
         let mut progress = self.lock();
         loop {
-            if let Progress::Done(result) = &*progress {
+            if let Progress::Done(result, _) = &*progress {
                 return Some(result.clone());
             }
             let left = deadline.saturating_duration_since(Instant::now());
@@ -97,15 +100,20 @@ impl Item {
         }
     }
 
+    /// Time in which its bytes were moving; none if they still are, or if it failed.
+    pub(super) fn took(&self) -> Option<Duration> {
+        if let Progress::Done(Ok(_), took) = &*self.lock() { Some(*took) } else { None }
+    }
+
     /// Whether a thread has begun and not finished.
     pub(super) fn is_moving(&self) -> bool {
-        matches!(*self.lock(), Progress::Moving)
+        matches!(*self.lock(), Progress::Moving(_))
     }
 
     /// Waits until no thread touches the memory.
     pub(super) fn wait_still(&self) {
         let progress = self.lock();
-        let is_moving = |progress: &mut Progress| matches!(progress, Progress::Moving);
+        let is_moving = |progress: &mut Progress| matches!(progress, Progress::Moving(_));
         drop(self.changed.wait_while(progress, is_moving).unwrap_or_else(PoisonError::into_inner));
     }
 

@@ -23,6 +23,12 @@ impl Transfer {
     pub fn wait(&self, limit: Duration) -> Option<Result<usize, String>> {
         self.item.wait(limit)
     }
+
+    /// Time in which its bytes were moving, without the wait for the other side to begin; none if they still are, or if
+    /// it failed. Of a received message: from the arrival of its header to that of its last byte.
+    pub fn took(&self) -> Option<Duration> {
+        self.item.took()
+    }
 }
 
 impl Drop for Transfer {

@@ -18,6 +18,8 @@ STEP = 8
 """Notification of replica nodes that a step begins; sent by `Group.exchange`."""
 SAVE = 9
 """Progress of a save of some units; as `CHECKPOINT`, which may be under way at the same time."""
+PROBE = 10
+"""Messages whose time shows how fast the network of a host is."""
 SNAPSHOT_FIRST = 16
 """First tag of snapshots: from here on, each bundle has `SNAPSHOT_EACH` tags."""
 SNAPSHOT_EACH = 4096

@@ -133,6 +133,15 @@ class Transfer:
         """Whether the tensor was sent or has arrived by now. `wait` raises if that failed."""
         return self._transfer.wait(0) is None
 
+    @property
+    def seconds(self) -> float | None:
+        """Seconds in which the bytes were moving, without the wait for the other member to begin.
+
+        None if they still are, or if the message failed. Of a received message: from the arrival of its header to that
+        of its last byte.
+        """
+        return self._transfer.seconds()
+
     def wait(self, limit: timedelta | None = None) -> None:
         """Wait until the tensor was sent or has arrived, at most for `limit`; None: the transport's limit.
 

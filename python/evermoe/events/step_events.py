@@ -161,7 +161,8 @@ class SlowLoader(Event):
 class SlowMember(Event):
     """A member is slower than the others, which wait for it. Each member emits it, once until that one is fast again.
 
-    Compared are the seconds of each member's own work in a step, without its waits for other members, over 16 steps.
+    Compared are the seconds of each member's own work in a step, without its waits for other members, over 16 steps;
+    and those of messages of 256 KiB among nodes, one of each node in every second step, over 8 of these.
     """
 
     step: int
@@ -172,13 +173,14 @@ class SlowMember(Event):
     rank: int
     part: str
     """Part with most of the difference: `compute`, `loader` (its waits for its batches), `checkpoint` (its waits for
-    its own disk) or `processor` (other processes of its machine had the processors)."""
+    its own disk) or `processor` (other processes of its machine had the processors); or `network` (the messages to
+    or from its node take longer)."""
     seconds: float
-    """Median of its own seconds a step."""
+    """Median of its own seconds a step, or of the seconds of the messages."""
     usual: float
     """Median of the other members' seconds."""
     factor: float
-    """Median of the ratios of the two: 1.2 or more."""
+    """Typical ratio of the two: 1.2 or more, 3 or more of `network`."""
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +16,7 @@ from evermoe.events.base_event import Listener
 from evermoe.moe.experts import Experts
 from evermoe.planning.dispatch import imbalance
 from evermoe.session.saving import Saving
+from evermoe.session.slow_links import SlowLinks
 from evermoe.session.slow_members import SlowMembers
 from evermoe.state.training_state import TrainingState
 
@@ -51,6 +52,7 @@ class StepMeasures:
         self._state, self._protection, self._saving, self._emit = state, protection, saving, emit
         self.slow_members = SlowMembers(membership, state, emit, on_slow, trains=counts)
         """Compares this member's own time with that of the others."""
+        self._slow_links = SlowLinks(membership, emit)
         self._since = time.monotonic()
         self._imbalances: tuple[float, float] | None = None
 
@@ -58,6 +60,19 @@ class StepMeasures:
         """Begin the next step after a recovery, in which experts may have moved."""
         self._since, self._imbalances = time.monotonic(), None
         self.slow_members.restart()
+        self._slow_links.restart()
+
+    def numbers(self) -> list[float]:
+        """Return what this member compares with others in the vote: times of its own work, and of messages to it."""
+        return [*self._slow_links.numbers(), *self.slow_members.numbers()]
+
+    def take_step(self, step: int, attached: Sequence[float]) -> Sequence[float]:
+        """Add a step whose sums of `numbers` are the last that the vote had `attached`; return the numbers before them.
+
+        Raises:
+            PeerLost: the connections were dropped.
+        """
+        return self._slow_links.take_step(step, self.slow_members.take_step(step, attached))
 
     def emit(self, step: int, data_seconds: float) -> float:
         """Emit the measures of a step that was taken, `data_seconds` of which this member waited for its batch.
@@ -78,7 +93,8 @@ class StepMeasures:
         risk = protection.selector.risk() if self._counts and protection.preset.may_lose_tokens else None
         at_risk, waiting = risk or (None, None)
         tokens = self._count_tokens()
-        own = data_seconds, self.slow_members.latest_seconds, self.slow_members.own_part
+        slow = self.slow_members.own_part or self._slow_links.own_part
+        own = data_seconds, self.slow_members.latest_seconds, slow
         self._emit(Measured(step, seconds, tokens, imbalance, of_experts, lag, sent, gpu_bytes, at_risk, waiting, *own))
         return seconds
 

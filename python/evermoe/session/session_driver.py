@@ -206,7 +206,7 @@ class SessionDriver(RecoveryDriver):
         is_taken = self.is_taken(sums, self._membership.everyone.size)
         if is_taken and self._config.on_nonfinite == "error" and sums.loss_scale <= 1:
             gradients.refuse_nonfinite(sums, step, self._membership.nodes)
-        compared = self._measures.slow_members.take_step(step, attached)
+        compared = self._measures.take_step(step, attached)
         if is_taken:
             self._checks.judge(step, compared)
 

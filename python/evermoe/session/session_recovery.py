@@ -163,7 +163,7 @@ class RecoveryDriver(TrainingDriver):
 
     def attached(self) -> list[float]:
         """Return what this member compares with others in the vote: digests, and the times of its own work."""
-        return [*self._checks.numbers, *self._measures.slow_members.numbers()]
+        return [*self._checks.numbers, *self._measures.numbers()]
 
     # ---- membership
 

@@ -48,8 +48,8 @@ class Fault:
     sent in steps).
     `action`: kill, stop (until someone continues it), hang (until the job wakes it), slow (for `seconds`), raise, drop
     (its connections), fill (its node's shared memory), flood (the GPU's stream behind the next collective), damage
-    (what it sends then, at "late state"), look (which copies here have steps to repeat) or flip (a bit of each copy
-    that it keeps; `where` is that of `support.flips`).
+    (what it sends then, at "late state"), throttle (what its connections send), look (which copies here have steps to
+    repeat) or flip (a bit of each copy that it keeps; `where` is that of `support.flips`).
     """
 
     point: str
@@ -235,15 +235,10 @@ class Recorder:
             if self._options.lineage:
                 contents[unit] = self._content(unit, data)
         ledger = session._protection.ledger
-        more = (
-            {}
-            if not contents
-            else {
-                "contents": contents,
-                "each": [kind.experts_per_layer for kind in (ledger.selection, ledger.local)],
-                "ledger": json.dumps(ledger.to_fields()),
-            }
-        )
+        more: dict[str, Any] = {}
+        if contents:
+            each = [kind.experts_per_layer for kind in (ledger.selection, ledger.local)]
+            more = {"contents": contents, "each": each, "ledger": json.dumps(ledger.to_fields())}
         rates = [group["lr"] for group in as_one(session.optimizer).param_groups]
         consumed = session.sampler.consumed
         return {"version": session.version, "digests": digests, "rates": rates, "consumed": consumed, **more}
@@ -289,6 +284,8 @@ class Recorder:
             from support.flood import flood_behind_next_collective  # as below
 
             flood_behind_next_collective(self.session.group)  # type: ignore[union-attr]
+        elif fault.action == "throttle":
+            importlib.import_module("support.link_rate").limit_connections()
         elif fault.action == "flip":
             self.write("flipped", units=self._flipper().flip(fault.where), at=step)
         elif fault.action == "look":

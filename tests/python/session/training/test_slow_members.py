@@ -2,21 +2,28 @@
 
 import logging
 import time
+from datetime import timedelta
 from itertools import chain
 from types import SimpleNamespace
 
 import pytest
 
 from evermoe.comm.own_time import PARTS, OwnTime
+from evermoe.comm.transport import Transport
 from evermoe.events import Measured
 from evermoe.observe import Metrics
+from evermoe.planning.slow_hosts import MIN_FACTOR
 from evermoe.planning.stragglers import STEPS
+from evermoe.session.slow_links import STEADY, SlowLinks
 from evermoe.session.slow_members import SlowMembers
+from support.harness import PATIENCE, wait_until
 from support.history import check_history
 from support.worker import Fault
 
 EVICTED = 120.0
 """Seconds for 200 steps of a job."""
+CONNECTED = 48
+"""The step by which all connections exist."""
 SLOW = 0.3
 """Seconds by which a slow member takes longer: many times as long as the others, also on a busy machine."""
 
@@ -50,6 +57,60 @@ def test_a_member_that_reads_slowly_is_named_with_its_loader(start_job):
     workers = job.start_all(faults, steps=10_000)
     for each in workers:
         assert each.wait_for("slow_member")["part"] == "loader"
+
+
+def test_a_member_with_a_slow_network_is_named_by_all(start_job):
+    job = start_job()
+    workers = job.start_all({"b": [Fault("forward", CONNECTED, "throttle")]}, steps=10_000)
+    for each in workers:
+        named = each.wait_for("slow_member", part="network")
+        assert named["node"] == "b"
+        assert named["step"] > CONNECTED
+        assert named["factor"] >= MIN_FACTOR
+    assert workers[1].wait_for("measured", slow="network")
+    assert sum(each.log().count("on b (rank") for each in workers) == 2, "by itself, and by one of the others"
+
+
+def test_a_round_of_messages_ends_when_all_have_arrived():
+    """Also where the vote after it finds one under way; and a recovery without new connections leaves it under way."""
+    links = connected_links(3)
+    try:
+        for step in range(STEADY):
+            vote(links, [each.numbers() for each in links], step)
+        wait_until(lambda: all(any(each.numbers()) for each in links), "the messages have arrived")
+        numbers = [each.numbers() for each in links]
+        sources = [[bool(seconds) for seconds in row].index(True) for row in numbers]
+        assert sources == [1, 2, 0], "two places away"
+        for each in links:
+            each.restart()
+        vote(links, [*numbers[:2], [0.0] * 3], STEADY)
+        assert [len(each._rounds) for each in links] == [0, 0, 0], "one has not reported its message yet"
+        vote(links, numbers, STEADY + 1)
+        assert [len(each._rounds) for each in links] == [1, 1, 1]
+    finally:
+        for each in links:
+            each._membership.transport.close()
+
+
+def connected_links(size):
+    transports = [Transport("127.0.0.1", "127.0.0.1") for _ in range(size)]
+    limit = timedelta(seconds=PATIENCE)
+    for rank, each in enumerate(transports):
+        each.connect(1, rank, [other.address for other in transports], limit, limit)
+    members, store = {str(rank): {} for rank in range(size)}, object()
+    links = []
+    for rank, transport in enumerate(transports):
+        everyone = SimpleNamespace(rank=rank)
+        fields = {"id": str(rank), "members": members, "nodes": list(members), "store": store}
+        links.append(SlowLinks(SimpleNamespace(everyone=everyone, transport=transport, **fields), None))
+        links[-1].restart()
+    return links
+
+
+def vote(links, numbers, step):
+    """All get the sums, with a number of another part of the vote before them."""
+    for each in links:
+        assert each.take_step(step, [7.0, *map(sum, zip(*numbers, strict=True))]) == [7.0]
 
 
 def test_a_slow_member_leaves_if_it_shall(start_job):
