@@ -11,10 +11,12 @@ committed steps are right.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,14 +25,23 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from evermoe.planning.presets import PRESET_NAMES, PresetName  # noqa: E402
-from support.harness import SERVER, Job, Worker  # noqa: E402
+from support import disks  # noqa: E402
+from support.flips import flip_file  # noqa: E402
+from support.harness import SERVER, Job, Worker, wait_until  # noqa: E402
 from support.history import check_history, committed_steps  # noqa: E402
+from support.hosts import LIGHTHOUSE, Hosts, may_make_hosts  # noqa: E402
 from support.worker import Fault  # noqa: E402
 
 AT, STEPS = 16, 24
 """The step of the fault, in whose vote members always compare something, and the steps of a job."""
 LONG = 96
 """Steps of a job in which a fault shows after some time."""
+CLEAN = 2000
+"""Steps of a job without a fault."""
+STEADY = 48
+"""The step of a fault of the network, by which all connections exist."""
+DELAY_SECONDS = 0.01
+DISK_MEBIBYTES = 2
 OFTEN = 1e9
 """Part of a step that repeated calls may take: one in each eighth step."""
 HANG_SECONDS = 3.0
@@ -68,6 +79,12 @@ class Kind:
     """Whether `b` ends before the job does."""
     replicas: bool = False
     """Whether all members hold all experts."""
+    hosts: Callable[[Hosts], None] | None = None
+    """Harms the network of `b`, when `b` comes to the step of the fault; each worker has a host of its own."""
+    file: Callable[[Path], None] | None = None
+    """Harms a file of the newest checkpoint, with which all workers then start again."""
+    full_disk: bool = False
+    """Whether the disk of the checkpoints is full from the step of the fault on, until a member has said so."""
 
 
 def flip(where: str, point: str = "begin") -> tuple[Fault, ...]:
@@ -82,9 +99,13 @@ def wrong(where: str) -> Kind:
 
 PLACED: tuple[PresetName, ...] = ("auto", "lazarus")
 """Presets with which all members may hold all experts."""
+CHECKPOINTS = {"checkpoint_interval": 8}
 AGAIN = tuple(Fault("vote", AT, "flip", nth=time, where="gradient") for time in (1, 2))
 KINDS = {
     "a dense weight": Kind("corruption_found", flip("dense")),
+    "a dense weight, just after its comparison": Kind(
+        "corruption_found", (Fault("update", AT, "flip", where="dense"),), steps=LONG
+    ),
     "a moment of the optimizer": Kind("corruption_found", flip("moment")),
     "a weight of replicated experts": Kind("corruption_found", flip("active"), replicas=True, presets=PLACED),
     "a summed gradient": Kind("corruption_found", flip("gradient", "vote")),
@@ -105,6 +126,26 @@ KINDS = {
     "hung": Kind("member_lost", (Fault("forward", AT, "hang"),), session={"hang_timeout": HANG_SECONDS}, leaves=True),
     "connections closed": Kind("", (Fault("forward", AT, "drop"),)),
     "100 ms slower in each step": Kind("slow_member", options={"slow": 0.1}, steps=LONG),
+    "connections limited to 10 MB/s": Kind("slow_member", (Fault("forward", STEADY, "throttle"),), steps=LONG),
+    "a host 10 ms further away": Kind("", hosts=lambda hosts: hosts.delay("b", DELAY_SECONDS)),
+    "a host that is cut off": Kind("member_lost", hosts=lambda hosts: hosts.silence("b"), leaves=True),
+    "other options than the others'": Kind(
+        "",
+        options={"session": {"join_interval": 999}},
+        session={"quorum_timeout": 10.0},
+        says="join_interval is 1000 here, 999 on the other worker",
+        ends=True,
+    ),
+    "a file of a checkpoint with flipped bits": Kind(
+        "", session=CHECKPOINTS, file=flip_file, says="a checkpoint is ignored"
+    ),
+    "half a file of a checkpoint": Kind(
+        "",
+        session=CHECKPOINTS,
+        file=lambda path: os.truncate(path, path.stat().st_size // 2),
+        says="a checkpoint is ignored",
+    ),
+    "a full disk for checkpoints": Kind("", session=CHECKPOINTS, full_disk=True, says="No space left", steps=LONG),
 }
 
 
@@ -127,28 +168,69 @@ def run(kind: Kind, preset: PresetName, folder: Path) -> Score:
         session |= {"expert_slots": 10, "min_replicas": 3}
     if preset == "moetion":
         session["remote_bytes_per_step"] = 1 << 30  # or it keeps only few experts' copies
-    if preset == "pec":
-        session["checkpoints"] = str(folder / "saved")
-    job = Job(folder, 3, **session | kind.session)
-    try:
-        workers = [
-            job.start(name, *(kind.faults if name == "b" else ()), steps=kind.steps, call_share=OFTEN, **own)
-            for name, own in {"a": {}, "b": kind.options, "c": {}}.items()
-        ]
-        others = [each for each in workers if each.name != "b"]
-        codes = {each.name: each.join(PATIENCE) for each in others}
-        victim = workers[1]
-        if kind.leaves:
-            job.wake()
-            victim.process.kill()
-        codes["b"] = victim.join(PATIENCE)
-        return judge(kind, workers, codes)
-    finally:
-        job.close()
+    saved = folder / "saved"
+    if preset == "pec" or kind.file or kind.full_disk:
+        session["checkpoints"] = str(saved)
+    with contextlib.ExitStack() as stack:
+        if kind.full_disk:
+            stack.enter_context(disks.small_disk(saved, DISK_MEBIBYTES))
+        job = Job(folder, 3, **session | kind.session)
+        stack.callback(job.close)
+        if kind.hosts is None:
+            workers = start(job, kind, kind.steps)
+        else:
+            hosts = Hosts(SERVER, "abc")
+            stack.callback(hosts.close)
+            job.address = f"http://{hosts.address(LIGHTHOUSE)}:{job.address.rsplit(':', 1)[1]}"
+            workers = start(job, kind, kind.steps, hosts)
+            workers[1].wait_for("share", PATIENCE, step=AT)
+            kind.hosts(hosts)
+        if kind.full_disk:
+            workers[1].wait_for("share", PATIENCE, step=AT)
+            disks.fill(saved)
+            wait_until(lambda: any(kind.says in each.log() for each in workers), kind.says, PATIENCE)
+            disks.free(saved)
+        if kind.file is None:
+            return judge(kind, workers, end(job, kind, workers))
+        end(job, kind, workers)
+        newest = max(saved.glob("**/*.safetensors"), key=lambda path: (path.parent.name, path.stat().st_size))
+        kind.file(newest)
+        again = start(job, kind, kind.steps + AT)
+        return judge(kind, again, end(job, kind, again), workers)
 
 
-def judge(kind: Kind, workers: list[Worker], codes: dict[str, int]) -> Score:
-    """Judges a job by what its workers have recorded."""
+def is_allowed(kind: Kind) -> bool:
+    """Whether this process may make the hosts or the disk of a kind; both need root."""
+    return (kind.hosts is None or may_make_hosts()) and (not kind.full_disk or disks.may_mount())
+
+
+def start(job: Job, kind: Kind, steps: int, hosts: Hosts | None = None) -> list[Worker]:
+    """Starts the three workers."""
+    return [
+        job.start(
+            name,
+            *(kind.faults if name == "b" else ()),
+            steps=steps,
+            call_share=OFTEN,
+            network=hosts.network(name) if hosts else None,
+            **(kind.options if name == "b" else {}),
+        )
+        for name in "abc"
+    ]
+
+
+def end(job: Job, kind: Kind, workers: list[Worker]) -> dict[str, int]:
+    """Waits for the workers to end; their exit codes."""
+    codes = {each.name: each.join(PATIENCE) for each in workers if each.name != "b"}
+    victim = workers[1]
+    if kind.leaves:
+        job.wake()
+        victim.process.kill()
+    return codes | {"b": victim.join(PATIENCE)}
+
+
+def judge(kind: Kind, workers: list[Worker], codes: dict[str, int], before: Sequence[Worker] = ()) -> Score:
+    """Judges a job by what its workers have recorded, and those that ran `before` them."""
     others = [each for each in workers if each.name != "b"]
     witnesses = workers if kind.alarm == "damaged" else others
     alarms = {
@@ -166,13 +248,16 @@ def judge(kind: Kind, workers: list[Worker], codes: dict[str, int]) -> Score:
         found = named = all(kind.says in each.log() for each in others)
     problem = ""
     try:
-        check_history(workers, undone=True, repaired="b")
+        check_history([*before, *workers], undone=True, repaired="b")
     except AssertionError as failed:
         problem = str(failed).splitlines()[0]
-    done = committed_steps(others)
-    if not kind.ends and (done != kind.steps or any(codes[each.name] for each in others)):
+    done, steps = committed_steps(others), workers[0].options.steps
+    if not kind.ends and (done != steps or any(codes[each.name] for each in others)):
         problem = problem or f"ended after {done} steps, exit codes {codes}"
-    lost = max((event["steps_lost"] for each in others for event in each.events("recovered")), default=0)
+    recovered = [event for each in others for event in each.events("recovered")]
+    lost = max((event["steps_lost"] for event in recovered), default=0)
+    if before:
+        lost += committed_steps(before) - min(event["step"] for event in recovered)
     return Score(found, named, lost, false, problem)
 
 
@@ -180,15 +265,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--kinds", nargs="+", choices=[*KINDS], default=[*KINDS], metavar="KIND")
     parser.add_argument("--presets", nargs="+", choices=PRESET_NAMES, default=list(PRESET_NAMES))
-    parser.add_argument("--clean", type=int, default=2, help="clean runs of each preset (%(default)s)")
+    parser.add_argument("--clean", type=int, default=1, help="clean runs of each preset (%(default)s)")
     parser.add_argument("--markdown", type=Path, help="file for the table")
     options = parser.parse_args()
     rows, failures = [], 0
-    clean = {f"nothing ({number + 1})": Kind("", steps=LONG) for number in range(options.clean)}
+    clean = {f"nothing, in {CLEAN} steps ({number + 1})": Kind("", steps=CLEAN) for number in range(options.clean)}
     for name, kind in {**clean, **{name: KINDS[name] for name in options.kinds}}.items():
         cells = []
         for preset in options.presets:
-            if preset not in kind.presets:
+            if preset not in kind.presets or not is_allowed(kind):
                 cells.append("–")
                 continue
             began = time.monotonic()
@@ -211,7 +296,7 @@ def cell(kind: Kind, score: Score) -> str:
     """A cell of the table."""
     told = "named" if score.named else "found" if score.found else "missed"
     if not kind.alarm and not kind.says:
-        told = "mended" if kind.faults else "no alarm"
+        told = "mended" if kind.faults or kind.hosts else "no alarm"
     told += f", {score.steps_lost} steps lost" if score.steps_lost else ""
     told += f", false: {'; '.join(score.false_alarms)}" if score.false_alarms else ""
     return told + (", wrong" if score.problem else "")

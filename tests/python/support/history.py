@@ -24,8 +24,10 @@ def check_history(
     for each in workers:
         if not undone:
             _check_positions(each, each.name in away)
+        is_flipped = False
         for event in each.events():
-            if event["event"] == "kept" and each.name in repaired:
+            is_flipped = event["event"] != "recovered" and (is_flipped or event["event"] == "flipped")
+            if each.name in repaired and (is_flipped or event["event"] == "kept"):
                 continue
             for unit, value in event.get("digests", {}).items():
                 first = known[event["version"]].setdefault(unit, value)

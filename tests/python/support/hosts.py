@@ -11,6 +11,8 @@ import select
 import socket
 import struct
 import subprocess
+import time
+from collections import deque
 from collections.abc import Iterable
 from multiprocessing.connection import Connection
 from typing import Any
@@ -87,6 +89,11 @@ class Hosts:
     def heal(self) -> None:
         self.cut()
 
+    def delay(self, name: str, seconds: float) -> None:
+        """Each frame from this host arrives later, from now on."""
+        self._control.send((name, seconds))
+        assert self._control.poll(20) and self._control.recv() == "done"
+
     def close(self) -> None:
         self._control.close()  # which ends the switch
         self._switch.join(10)
@@ -109,10 +116,16 @@ def _switch(control: Connection, prefix: str, net: str, names: list[str]) -> Non
     devices = {name: _open_device(prefix, net, number, name) for number, name in enumerate([*names, LIGHTHOUSE])}
     by_number = dict(enumerate(devices))
     cut: set[Cable] = set()
+    late: dict[str, float] = {}
+    waiting: deque[tuple[float, str, bytes]] = deque()
     control.send("ready")
     try:
         while True:
-            ready, _, _ = select.select([control, *devices.values()], [], [])
+            patience = max(0.0, waiting[0][0] - time.monotonic()) if waiting else None
+            ready, _, _ = select.select([control, *devices.values()], [], [], patience)
+            while waiting and waiting[0][0] <= time.monotonic():
+                _, other, frame = waiting.popleft()
+                os.write(devices[other], frame)
             for number, name in by_number.items():
                 if devices[name] not in ready:
                     continue
@@ -120,9 +133,13 @@ def _switch(control: Connection, prefix: str, net: str, names: list[str]) -> Non
                 to = by_number if frame[0] & 1 else [frame[5]]  # to all, or to one
                 for other in (by_number.get(each) for each in to if each != number):
                     if other is not None and (name, other) not in cut:
-                        os.write(devices[other], frame)
+                        if name in late:
+                            waiting.append((time.monotonic() + late[name], other, frame))
+                        else:
+                            os.write(devices[other], frame)
             if control in ready:
-                cut = {(a, b) for a, b in control.recv()}
+                said = control.recv()
+                late, cut = (dict([said]), cut) if isinstance(said, tuple) else (late, set(said))
                 control.send("done")
     except (EOFError, OSError):
         return
