@@ -67,11 +67,7 @@ class StepMeasures:
         return [*self._slow_links.numbers(), *self.slow_members.numbers()]
 
     def take_step(self, step: int, attached: Sequence[float]) -> Sequence[float]:
-        """Add a step whose sums of `numbers` are the last that the vote had `attached`; return the numbers before them.
-
-        Raises:
-            PeerLost: the connections were dropped.
-        """
+        """Add a step whose sums of `numbers` the vote had `attached` last; return the numbers before them."""
         return self._slow_links.take_step(step, self.slow_members.take_step(step, attached))
 
     def emit(self, step: int, data_seconds: float) -> float:

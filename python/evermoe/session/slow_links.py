@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ import torch
 from evermoe.comm.membership import MembershipManager
 from evermoe.comm.tags import PROBE
 from evermoe.comm.transport import Transfer
+from evermoe.errors import PeerLost
 from evermoe.events import SlowMember
 from evermoe.events.base_event import Listener
 from evermoe.planning.slow_hosts import DISTANCES, MIN_FACTOR, MIN_HOSTS, ROUNDS, Round, find_slow_hosts
@@ -32,9 +34,8 @@ INTERVAL = 2
 
 
 class _UnderWay(NamedTuple):
-    """A round of messages whose times are not known to all members yet."""
+    """This member's part of a round of messages whose times are not known to all members yet."""
 
-    distance: int
     source: int
     """The host from which a message arrives."""
     arriving: Transfer
@@ -86,16 +87,12 @@ class SlowLinks:
     def numbers(self) -> list[float]:
         """Return seconds by the host that has sent the message: of the one that has arrived here, and else zeros."""
         found = [0.0] * len(self._hosts)
-        if isinstance(self._round, _UnderWay):
+        if isinstance(self._round, _UnderWay) and self._round.leaving.seconds is not None:
             found[self._round.source] = self._round.arriving.seconds or 0.0
-        return found
+        return found  # none before its own message is sent: to drop that one on the way would end all connections
 
     def take_step(self, step: int, attached: Sequence[float]) -> Sequence[float]:
-        """Add a step whose sums are the last numbers that the vote had `attached`; return the numbers before them.
-
-        Raises:
-            PeerLost: the connections were dropped.
-        """
+        """Add a step whose sums are the last numbers that the vote had `attached`; return the numbers before them."""
         own = len(attached) - len(self._hosts)
         if self._hosts:
             self._steps += 1
@@ -118,8 +115,10 @@ class SlowLinks:
             return True
         own, transport = hosts.index(rank), self._membership.transport
         source, target = (own - distance) % len(hosts), (own + distance) % len(hosts)
-        arriving = transport.receive(self._data[0], hosts[source], PROBE)
-        return _UnderWay(distance, source, arriving, transport.send(self._data[1], hosts[target], PROBE))
+        with suppress(PeerLost):  # the members will recover
+            arriving = transport.receive(self._data[0], hosts[source], PROBE)
+            return _UnderWay(source, arriving, transport.send(self._data[1], hosts[target], PROBE))
+        return True
 
     def _look(self, step: int) -> None:
         ids = list(self._membership.members)
