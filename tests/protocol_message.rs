@@ -2,8 +2,8 @@
 //! understood.
 
 use evermoe::protocol::{
-    Begun, Decoded, LastGroup, Message, PROTOCOL, Role, Standing, decode_message, encode_ended,
-    encode_message, encode_promotion,
+    Begun, Decoded, LastGroup, Message, PROTOCOL, Quarantine, Role, Standing, decode_message, encode_ended,
+    encode_lift, encode_message, encode_promotion,
 };
 use evermoe::secret::Secret;
 use proptest::prelude::*;
@@ -67,6 +67,9 @@ fn messages() -> impl Strategy<Value = Message> {
         |(texts, [trains, waits], port, patience, standing)| {
             let (layout, options, arithmetic, node, rank_key, unreachable) = texts;
             let domain = format!("zone/{node}");
+            let (member, hardware, why) = (rank_key.clone(), arithmetic.clone(), layout.clone());
+            let quarantine =
+                Quarantine { member, node: node.clone(), hardware: hardware.clone(), why, is_lifted: trains };
             let role = if trains { Role::Train } else { Role::Replica };
             let [store, probe_address, transport] =
                 ["host", "127.0.0.1", "[::1]"].map(|host| format!("{host}:{port}"));
@@ -75,6 +78,8 @@ fn messages() -> impl Strategy<Value = Message> {
                 options,
                 arithmetic,
                 node,
+                hardware,
+                quarantined: vec![quarantine; usize::from(waits)],
                 domain,
                 role,
                 steps: port.into(),
@@ -152,6 +157,8 @@ fn example() -> Message {
         options: [("slots".into(), "None".into())].into(),
         arithmetic: String::new(),
         node: "a".into(),
+        hardware: "GPU-1".into(),
+        quarantined: vec![],
         role: Role::Train,
         steps: 100,
         domain: String::new(),
@@ -370,6 +377,34 @@ fn a_word_for_a_member_that_has_ended_names_it() {
         envelope["message"] = json!(wrong);
         assert!(is_stranger(&envelope.to_string()), "{wrong:?}");
     }
+}
+
+#[test]
+fn a_lift_names_what_is_lifted() {
+    let (secret, other) = secrets();
+    for name in ["", "b", "GPU-1 2"] {
+        let text = encode_lift("a", "j", name, Some(&secret)).unwrap();
+        let expected = Decoded::Lift { job: "j".into(), name: name.into() };
+        assert_eq!(decode_message("a", &text, Some(&secret)), expected);
+        assert!(matches!(decode_message("a", &text, Some(&other)), Decoded::OtherSecret { .. }));
+    }
+}
+
+#[test]
+fn a_message_has_a_limited_number_of_quarantines() {
+    let one = || Quarantine {
+        member: "b-1".into(),
+        node: "b".into(),
+        hardware: "b".into(),
+        why: String::new(),
+        is_lifted: false,
+    };
+    let text = |count| {
+        let quarantined = (0..count).map(|_| one()).collect();
+        encode_message("a", "j", &Message { quarantined, ..example() }, None)
+    };
+    assert!(matches!(decode_message("a", &text(1000).unwrap(), None), Decoded::Member { .. }));
+    assert!(text(1001).is_err());
 }
 
 #[test]

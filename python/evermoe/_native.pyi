@@ -676,6 +676,12 @@ def encode_message(id: str, job: str, message: str, secret: Secret | None = None
 def encode_ended(id: str, job: str, member: str, secret: Secret | None = None) -> str:
     """Return the JSON by which others report, under the name `id`, that the process of `member` has ended."""
 
+def encode_lift(id: str, job: str, name: str, secret: Secret | None = None) -> str:
+    """Return the JSON by which an operator lifts the quarantines that name a member, a node or hardware.
+
+    With an empty name it only asks who is present.
+    """
+
 def decode_message(id: str, text: str, secret: Secret | None = None) -> str:
     """Return the JSON of a `protocol::Decoded`: the meaning of any text from the Lighthouse."""
 

@@ -10,6 +10,7 @@ __all__ = [
     "PeerLost",
     "PersistFailed",
     "UnequalForwards",
+    "UnfitNode",
     "UnsupportedState",
 ]
 
@@ -75,6 +76,18 @@ class JobFinished(EvermoeError):
 
 class JoinTimeout(EvermoeError):
     """Too few members joined, or the Lighthouse did not answer, within the timeout."""
+
+
+class UnfitNode(EvermoeError):
+    """This process has not joined its job, as its GPU or its node is faulty: `hardware`.
+
+    It has failed the self-test, or the job's members refuse it, as one of them has left when it was faulty. The message
+    has the reason, and in the second case the command by which an operator lifts the quarantine.
+    """
+
+    def __init__(self, message: str, hardware: str) -> None:
+        super().__init__(message)
+        self.hardware = hardware
 
 
 class LeftBehind(EvermoeError):

@@ -15,13 +15,17 @@ use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
 /// Version of the protocol; raised with every change of the messages or of the conclusions drawn from them.
-pub const PROTOCOL: u64 = 10;
+pub const PROTOCOL: u64 = 11;
 /// Purpose of the tags of messages.
 const SEAL: &str = "message";
 /// Content of an operator's message, in place of a member's.
 const PROMOTION: &str = "promote";
 /// Prefix of the content of a message which reports that another member's process has ended.
 const ENDED: &str = "ended ";
+/// Prefix of the content of an operator's message which lifts quarantines.
+const LIFT: &str = "lift ";
+/// Maximum number of quarantines in a message.
+const MAX_QUARANTINES: usize = 1000;
 /// Maximum size of a message that is read.
 const MAX_BYTES: usize = 1 << 20;
 
@@ -37,6 +41,10 @@ pub struct Message {
     pub arithmetic: String,
     /// The machine whose memory is lost as one.
     pub node: String,
+    /// The UUID of its GPU, or the node if it has none: what is faulty if its steps are.
+    pub hardware: String,
+    /// Members that have left because their hardware is faulty, as far as it knows.
+    pub quarantined: Vec<Quarantine>,
     /// Failure domains of that machine, from the largest to the smallest, as `zone/rack`; empty if unknown.
     pub domain: String,
     /// Its role.
@@ -59,6 +67,22 @@ pub struct Message {
     pub patience: f64,
     /// Its standing in the protocol.
     pub standing: Standing,
+}
+
+/// Refuses newcomers on some hardware, as a member left because it is faulty.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Quarantine {
+    /// Id of that member.
+    pub member: String,
+    /// Its node.
+    pub node: String,
+    /// Its hardware.
+    pub hardware: String,
+    /// Reason why it left, for people.
+    pub why: String,
+    /// Whether an operator has lifted the quarantine.
+    pub is_lifted: bool,
 }
 
 /// Role of a member.
@@ -96,6 +120,13 @@ pub enum Decoded {
         job: String,
         /// Its id.
         member: String,
+    },
+    /// An operator, who lifts quarantines.
+    Lift {
+        /// Job of the members that have the quarantines.
+        job: String,
+        /// The member, node or hardware that the lifted quarantines name; empty if it only asks who is present.
+        name: String,
     },
     /// A member of some job, with another version of the protocol.
     OtherProtocol {
@@ -223,6 +254,15 @@ pub fn encode_ended(id: &str, job: &str, member: &str, secret: Option<&Secret>) 
     wrap(id, job, format!("{ENDED}{member}"), false, secret)
 }
 
+/// Encodes an operator's message, under the name `id`, which lifts the quarantines that name a member, a node or
+/// hardware; with an empty name it only asks who is present.
+///
+/// # Errors
+/// The reason why it cannot be encoded.
+pub fn encode_lift(id: &str, job: &str, name: &str, secret: Option<&Secret>) -> Result<String, String> {
+    wrap(id, job, format!("{LIFT}{name}"), false, secret)
+}
+
 fn wrap(
     id: &str,
     job: &str,
@@ -278,6 +318,9 @@ fn read(id: &str, text: &str, secret: Option<&Secret>) -> Result<Decoded, String
     if let Some(member) = envelope.message.strip_prefix(ENDED).filter(|_| !envelope.established) {
         return Ok(Decoded::Ended { job: envelope.job, member: member.into() });
     }
+    if let Some(name) = envelope.message.strip_prefix(LIFT).filter(|_| !envelope.established) {
+        return Ok(Decoded::Lift { job: envelope.job, name: name.into() });
+    }
     let message: Message = parse(&envelope.message)?;
     // serde also accepts lists for structs, and omits optional fields; members write every field by its name.
     if serde_json::to_value(&message).ok() != Some(parse(&envelope.message)?) {
@@ -312,6 +355,10 @@ fn check(message: &Message) -> Result<(), String> {
     }
     if !(message.patience >= 0.0 && message.patience.is_finite()) {
         return Err(format!("patience: expected seconds, got {}", message.patience));
+    }
+    let quarantines = message.quarantined.len();
+    if quarantines > MAX_QUARANTINES {
+        return Err(format!("quarantined: expected at most {MAX_QUARANTINES}, got {quarantines}"));
     }
     let standing = &message.standing;
     let most = (1 << (u64::BITS - STEP_BITS)) - 1;

@@ -57,6 +57,7 @@ pub use cut::reach_each_other;
 pub use event::{Begun, Command, Event, LastGroup, Participant, Passed, Standing, Stop, Wait};
 pub use member::{MAX_RECOVERIES, Protocol, Settings};
 pub use message::{
-    Decoded, Message, PROTOCOL, Role, decode_message, encode_ended, encode_message, encode_promotion,
+    Decoded, Message, PROTOCOL, Quarantine, Role, decode_message, encode_ended, encode_lift, encode_message,
+    encode_promotion,
 };
 pub use version::{STEP_BITS, generation_of, step_of, version_of};

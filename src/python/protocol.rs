@@ -14,6 +14,7 @@ pub(super) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(encode_message, module)?)?;
     module.add_function(wrap_pyfunction!(encode_promotion, module)?)?;
     module.add_function(wrap_pyfunction!(encode_ended, module)?)?;
+    module.add_function(wrap_pyfunction!(encode_lift, module)?)?;
     module.add_function(wrap_pyfunction!(decode_message, module)?)?;
     module.add("PROTOCOL", protocol::PROTOCOL)?;
     module.add_class::<Protocol>()
@@ -58,6 +59,13 @@ fn encode_promotion(
 fn encode_ended(id: &str, job: &str, member: &str, secret: Option<&Secret>) -> PyResult<String> {
     let wrong = |why: String| Error::Internal(format!("the message about a member's end: {why}"));
     Ok(protocol::encode_ended(id, job, member, secret.map(Secret::get)).map_err(wrong)?)
+}
+
+#[pyfunction]
+#[pyo3(signature = (id, job, name, secret=None))]
+fn encode_lift(id: &str, job: &str, name: &str, secret: Option<&Secret>) -> PyResult<String> {
+    let wrong = |why: String| Error::Internal(format!("the operator's message: {why}"));
+    Ok(protocol::encode_lift(id, job, name, secret.map(Secret::get)).map_err(wrong)?)
 }
 
 #[pyfunction]

@@ -3,7 +3,9 @@
 use crate::Outcome;
 use crate::harm::{Draw, harm, harm_json, same};
 use crate::memory::within;
-use evermoe::protocol::{Begun, Decoded, LastGroup, Message, Role, Standing, decode_message, encode_message};
+use evermoe::protocol::{
+    Begun, Decoded, LastGroup, Message, Quarantine, Role, Standing, decode_message, encode_message,
+};
 use evermoe::secret::Secret;
 use serde_json::Value;
 
@@ -43,6 +45,16 @@ fn message(draw: &mut Draw) -> Message {
         options: [("slots".into(), "None".into()), ("\u{fc}".into(), "\"quoted\"".into())].into(),
         arithmetic: "torch".into(),
         node: "node-7".into(),
+        hardware: "GPU-7".into(),
+        quarantined: (0..draw.below(3))
+            .map(|_| Quarantine {
+                member: "b".into(),
+                node: "node-8".into(),
+                hardware: "GPU-8".into(),
+                why: "Xid 79".into(),
+                is_lifted: draw.one_in(2),
+            })
+            .collect(),
         steps: draw.extreme(),
         role: *draw.pick(&[Role::Train, Role::Replica]),
         domain: String::new(),

@@ -30,7 +30,7 @@ NOT_MADE_BY_USERS = {"Routing", "Step", "StepGradients"}
 """Classes whose objects come from a session or a block alone: their constructors are not public."""
 MAX_KEYWORDS = 15
 """Keyword options of a constructor or a function; what it cannot do without is positional."""
-MAX_NAMES = 76
+MAX_NAMES = 77
 """Public names, the event classes counted as one: a user reads about those that a listener of theirs needs."""
 
 
@@ -136,7 +136,7 @@ def test_constructors_have_few_keywords():
             parameters = inspect.signature(value).parameters.values()
             found[name] = sum(each.kind is inspect.Parameter.KEYWORD_ONLY for each in parameters)
     many = {name: number for name, number in found.items() if number > MAX_KEYWORDS}
-    assert many == {"evermoe.Membership": 20}, "it has what differs between clusters, most of it from the environment"
+    assert many == {"evermoe.Membership": 21}, "it has what differs between clusters, most of it from the environment"
 
 
 def test_each_public_name_is_documented():

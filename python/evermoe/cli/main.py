@@ -124,7 +124,9 @@ def parser(command: str | None = None) -> argparse.ArgumentParser:
     commands.add_parser("top", help="show a running job: members, speed, copies, recoveries")
     commands.add_parser("report", help="write a page about a run, from the event files of its members")
     commands.add_parser("role", help="promote a replica node to train, or demote a worker to keep copies")
-    lighthouse = commands.add_parser("lighthouse", help="let members that wait for a majority continue")
+    lighthouse = commands.add_parser(
+        "lighthouse", help="let members that wait for a majority continue; list or lift quarantines"
+    )
     actions = lighthouse.add_subparsers(dest="action", required=True, metavar="ACTION")
     promote = actions.add_parser(
         "promote",
@@ -133,12 +135,22 @@ def parser(command: str | None = None) -> argparse.ArgumentParser:
         "other members are gone: two halves of a job that both continue after a network cut cannot be merged again.",
     )
     promote.add_argument("address", metavar="ADDRESS", help="http://host:port of their Lighthouse")
-    promote.add_argument(
-        "--job", required=True, help="name of the job; one with a secret needs EVERMOE_SECRET here, too"
+    quarantine = actions.add_parser(
+        "quarantine",
+        help="list or lift quarantines: hardware on which a running job admits no newcomers",
+        description="List the quarantines of a running job, or lift some. A job admits no newcomers on hardware that a "
+        "member has left as faulty: a GPU, or a node for members without one. Lift a quarantine after the hardware was "
+        "reset, repaired or replaced.",
     )
-    promote.add_argument(
-        "--limit", type=float, default=60.0, help="seconds to wait for the members (%(default)s)", metavar="SECONDS"
-    )
+    quarantine.add_argument("address", metavar="ADDRESS", help="http://host:port of the job's Lighthouse")
+    quarantine.add_argument("--lift", metavar="NAME", default="", help="GPU, node or former member to admit again")
+    for each in (promote, quarantine):
+        each.add_argument(
+            "--job", required=True, help="name of the job; one with a secret needs EVERMOE_SECRET here, too"
+        )
+        each.add_argument(
+            "--limit", type=float, default=60.0, help="seconds to wait for the members (%(default)s)", metavar="SECONDS"
+        )
     trace = commands.add_parser("trace", help="merge the traces of several ranks into one, for ui.perfetto.dev")
     trace.add_argument("files", nargs="+", metavar="FILE", help="traces that Profilers wrote, one per rank")
     trace.add_argument("--out", metavar="PATH", default="trace.json", help="where to write the trace (%(default)s)")
@@ -267,8 +279,13 @@ def _listeners(options: argparse.Namespace) -> dict[str, str]:
 
 
 def _lighthouse(options: argparse.Namespace) -> int:
+    from evermoe.comm.lift import find_quarantines
     from evermoe.comm.promotion import promote
 
+    if options.action == "quarantine":
+        for each in find_quarantines(options.address, options.job, options.limit, options.lift):
+            print(f"{'lifted: ' if each.is_lifted else ''}{each}")
+        return 0
     members = promote(options.address, options.job, options.limit)
     print(f"job {options.job} continues with {', '.join(members)}")
     return 0

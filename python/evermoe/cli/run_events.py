@@ -17,6 +17,7 @@ from evermoe.events import (
     MemberLost,
     Recovered,
     SampleSkipped,
+    SickNode,
     Skipped,
     SlowLoader,
     SlowMember,
@@ -116,7 +117,7 @@ def _key(member: Member, event: Event) -> Hashable:
             about = event.step, event.path
         case SlowMember():
             about = event.member, event.step
-        case SlowLoader() | SampleSkipped() | Damaged():
+        case SlowLoader() | SampleSkipped() | SickNode() | Damaged():
             about = member.source, repr(event)
     return None if about is None else (type(event), about)
 

@@ -31,6 +31,7 @@ from evermoe.comm.lighthouse import Lighthouses
 from evermoe.comm.messages import Identity, Messages, job_secret, participant
 from evermoe.comm.open_files import reserve_open_files
 from evermoe.comm.plain_reason import plain_reason
+from evermoe.comm.quarantine import find_hardware
 from evermoe.comm.reachability import PROBE_SECONDS, Reachability
 from evermoe.comm.transport import Transport
 from evermoe.config.membership import Membership, split_addresses
@@ -82,7 +83,7 @@ class MembershipManager:
         self.lighthouses = Lighthouses(lighthouse, self.id, place.host, place.manager)
         common = {**identity.options, "lighthouses": "several" if self.lighthouses.are_several else "one"}
         self.identity = identity = replace(identity, options=common)
-        self.messages = Messages(self.id, identity, lighthouse, secret)
+        self.messages = Messages(self.id, identity, lighthouse, secret, find_hardware(node, device))
         self.role, self.is_spare = "train" if options.trains else "replica", options.role == "spare"
         self.allows_solo_resume = options.allow_solo_resume
         self._members, self._domain = options.members or 1, options.domain or ""
@@ -171,11 +172,10 @@ class MembershipManager:
 
     def timeout_error(self, problem: str) -> JoinTimeout:
         """Return the error of an agreement that took too long."""
-        seconds, address = round(self._quorum_timeout), self.lighthouses.current
+        seconds, used = round(self._quorum_timeout), self.lighthouses
         if self._is_expected:
             return not_admitted_error(seconds)
-        is_running = self.lighthouses.is_running()
-        return self.messages.gathering.timeout_error(problem, seconds, address, lighthouse_runs=is_running)
+        return self.messages.gathering.timeout_error(problem, seconds, used.current, lighthouse_runs=used.is_running())
 
     def inquire(self, standing: dict[str, Any]) -> None:
         """Request the members in the background, now and from time to time; `take_answers` returns the answers.
@@ -341,8 +341,8 @@ class MembershipManager:
 
     def withdraw(self, seconds: float) -> None:
         """Stop the heartbeat until all silent members answer again, at most for this number of seconds."""
-        silent = ", ".join(sorted(f"{member} at {address}" for member, address in self.reach.unreachable.items()))
-        why = silent or "this member, as others report"
+        silent = (f"{member} at {address}" for member, address in sorted(self.reach.unreachable.items()))
+        why = ", ".join(silent) or "this member, as others report"
         logger.warning("the members continue without this one until it reaches them: no answer from %s", why)
         self.lighthouses.close_client()
         self._stop_heartbeat()

@@ -12,10 +12,12 @@ import os
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from evermoe import _native
 from evermoe.comm.gathering import Gathering
+from evermoe.comm.quarantine import Quarantine, Quarantines, against, merged
+from evermoe.errors import UnfitNode
 
 logger = logging.getLogger(__name__)
 
@@ -101,6 +103,8 @@ class Decoded(NamedTuple):
     """Members of this job with another version of the protocol."""
     secretless: dict[str, str]
     """Processes that claim to be of this job but do not have its secret: the difference, by id."""
+    lifted: list[str]
+    """Names of quarantines of this job that operators lift."""
 
 
 class Messages:
@@ -111,10 +115,14 @@ class Messages:
         identity: properties that members of the job share.
         lighthouse: address of the Lighthouse, for errors.
         secret: the job's, if it has one.
+        hardware: of this member, as in `Quarantine`.
     """
 
-    def __init__(self, id: str, identity: Identity, lighthouse: str, secret: _native.Secret | None) -> None:
+    def __init__(
+        self, id: str, identity: Identity, lighthouse: str, secret: _native.Secret | None, hardware: str = ""
+    ) -> None:
         self._id, self._identity, self._lighthouse, self._secret = id, identity, lighthouse, secret
+        self.hardware, self.quarantines = hardware, Quarantines()
         self._warned: set[str] = set()
         self.is_promoted = False
         """Whether an operator has promoted the members of the latest set to resume although others may be missing."""
@@ -131,8 +139,10 @@ class Messages:
         """Encode this member's message for the Lighthouse.
 
         Args:
-            message: the fields of `Message` in `src/protocol/message.rs`, without those of the identity.
+            message: the fields of `Message` in `src/protocol/message.rs`, without those of the identity, and of the
+                quarantines.
         """
+        message = message | {"hardware": self.hardware, "quarantined": self.quarantines.fields()}
         shared = {name: getattr(self._identity, name) for name in ("layout", "arithmetic")}
         shared["options"] = dict(self._identity.options)
         text = json.dumps(shared | message)
@@ -163,9 +173,10 @@ class Messages:
 
         Raises:
             ValueError: the Lighthouse serves another job, or the job has another model or other options.
+            UnfitNode: the job admits no newcomers on this member's hardware.
             ConnectionError: processes with this job's name and another secret may be the job; request again.
         """
-        reports, others, secretless = self._decode(sorted(members, key=lambda member: member.replica_id))
+        reports, others, secretless, lifted = self._decode(sorted(members, key=lambda member: member.replica_id))
         if reports and not is_established:
             self._check_same_secret(reports, secretless)
             self._check_same_protocol(reports, others)
@@ -174,6 +185,15 @@ class Messages:
         for each in reports:
             if each not in mine:
                 self._refuse(each.id, self._identity.reason_against(each))
+        quarantines = merged((each.data["quarantined"] for each in mine if each.established), lifted)
+        self.quarantines.merge(quarantines)
+        for each in mine.copy():
+            found = None if each.established else against(each.data["hardware"], quarantines)
+            if found is not None:
+                if each.id == self._id:
+                    self._leave_quarantined(found)
+                self._refuse(each.id, f"quarantine: it is on {found}")
+                mine.remove(each)
         if not mine:
             return []
         reference = _reference(mine, 0)  # a trainer, which has an arithmetic: all members refuse the same ones
@@ -211,7 +231,7 @@ class Messages:
         return self._id in {each.id for each in members} and self._id not in self._ended_by_other_name
 
     def _decode(self, members: list[Any]) -> Decoded:
-        found = Decoded([], [], {})
+        found = Decoded([], [], {}, [])
         promoted: set[int | None] = set()
         self._ended_by_own_name, self._ended_by_other_name = set(), set()
         for each in members:
@@ -228,6 +248,10 @@ class Messages:
                     is_own_name = each.replica_id == decoded["member"]
                     (self._ended_by_own_name if is_own_name else self._ended_by_other_name).add(decoded["member"])
                 continue
+            if decoded["kind"] == "lift":
+                if decoded["job"] == self._identity.job and decoded["name"]:
+                    found.lifted.append(decoded["name"])
+                continue
             if decoded["kind"] == "stranger":
                 self._warn(each.replica_id, f"its content is not a message of a member: {decoded['why']}")
                 continue
@@ -243,6 +267,14 @@ class Messages:
         own = [each.data["standing"]["generation"] for each in found.reports if each.job == self._identity.job]
         self.is_promoted = max(own, default=0) in promoted
         return found
+
+    def _leave_quarantined(self, found: Quarantine) -> NoReturn:
+        raise UnfitNode(
+            f"job {self._identity.job!r} admits no newcomer on {found}. Repair, reset or replace it, or start this "
+            f"worker elsewhere. To admit it again: evermoe lighthouse quarantine {self._lighthouse.split(',')[0]} "
+            f"--job {self._identity.job} --lift {found.hardware}",
+            found.hardware,
+        )
 
     def _refuse(self, sender: str, why: str) -> None:
         self.gathering.note_refusal(sender, why)

@@ -14,6 +14,7 @@ Role = Literal["train", "replica", "spare"]
 Carrier = Literal["tcp", "ucx"]
 OnCorruption = Literal["repair", "evict", "stop", "ignore"]
 OnSlow = Literal["warn", "evict"]
+OnSick = Literal["evict", "warn", "ignore"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +84,12 @@ class Membership(Options):
     `evict`: it leaves after the next step, which nobody repeats, and its process ends as on SIGTERM (code 143). This
     happens among three members or more, and only if the others are faster without it: with n members, it takes more
     than n / (n - 1) times as long as they do."""
+    on_sick: OnSick = option("evict")
+    """Action where this member's GPU or processor is faulty: it fails the self-test before the member joins, NVML
+    reports an Xid error after which NVIDIA demands a reset, or that the GPU is lost or must be reset. `evict`: the
+    process does not join (`UnfitNode`); a member leaves after its step, which nobody repeats, and its process ends as
+    on SIGTERM (code 143), unless no other member trains. The others then admit no newcomer on this hardware. `warn`:
+    none but the log and the event `SickNode`. `ignore`: test and watch nothing."""
     join_interval: int = option(5, shared=True, least=1)
     """Steps between checks for new members, in the background."""
     join_wait: float = option(0.0, shared=True, least=0, most=MAX_SECONDS)

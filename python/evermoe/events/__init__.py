@@ -3,7 +3,7 @@
 Steps are numbered from 0: step n leads from the state after n steps to the state after n + 1.
 """
 
-from evermoe.events.background_events import ChunkSent, Damaged, GradientsLogged, SnapshotReceived
+from evermoe.events.background_events import ChunkSent, Damaged, GradientsLogged, SickNode, SnapshotReceived
 from evermoe.events.base_event import Event
 from evermoe.events.member_events import (
     ConnectionLost,
@@ -39,7 +39,7 @@ from evermoe.events.step_events import (
 __all__ = [
     "Begin", "Checkpoint", "ChunkSent", "Commit", "Confirm", "ConnectionLost", "Copy", "CorruptionFound",
     "CoverageChanged", "Damaged", "Event", "Gather", "GradientsLogged", "Joined", "Measured", "MemberLost", "Phase",
-    "ProtectionPlanned", "Recovered", "Reduce", "SampleSkipped", "Send", "Skipped", "SlowLoader", "SlowMember",
-    "SnapshotReceived", "StandsBy", "Update", "Verified", "Vote",
+    "ProtectionPlanned", "Recovered", "Reduce", "SampleSkipped", "Send", "SickNode", "Skipped", "SlowLoader",
+    "SlowMember", "SnapshotReceived", "StandsBy", "Update", "Verified", "Vote",
 ]
 # fmt: on

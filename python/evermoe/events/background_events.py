@@ -47,6 +47,22 @@ class Damaged(Event):
 
 
 @dataclass(frozen=True)
+class SickNode(Event):
+    """This member's GPU or processor is faulty, or reports a problem. Each problem comes once.
+
+    From the thread `evermoe-health`; before the member has joined, from the training thread.
+    """
+
+    member: str
+    node: str
+    hardware: str
+    """UUID of the GPU; the node for a member without one."""
+    problem: str
+    action: str
+    """`evict`: this member leaves after the step, if others train. `warn`: none."""
+
+
+@dataclass(frozen=True)
 class GradientsLogged(Event):
     """The other members' gradients of the next step are in this member's log, and take effect once the vote passes.
     From the thread `evermoe-gradients`."""

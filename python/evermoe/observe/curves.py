@@ -16,6 +16,7 @@ from evermoe.events import (
     Measured,
     Recovered,
     SampleSkipped,
+    SickNode,
     Skipped,
     SlowLoader,
     SlowMember,
@@ -36,6 +37,7 @@ class Curves:
             CorruptionFound: lambda event: self._count("corruption"),
             SampleSkipped: lambda event: self._count("skipped_samples"),
             SlowLoader: lambda event: self._count("slow_loader"),
+            SickNode: lambda event: self._count("sick_node"),
             SlowMember: lambda event: self._count("slow_member"),
         }
         self._step = 0

@@ -22,6 +22,7 @@ from evermoe.events import (
     Phase,
     Recovered,
     SampleSkipped,
+    SickNode,
     Skipped,
     SlowLoader,
     SlowMember,
@@ -65,6 +66,7 @@ METRICS = (
     _Metric("Counter", "slow_loader", "Times that the loader was found to be slow or stuck", ("kind",)),
     _Metric("Gauge", "recent_own_seconds", "Mean of the seconds in which it did not wait for other members"),
     _Metric("Gauge", "slow", "1 while it is slower than the others, mostly in this part of its work", ("part",)),
+    _Metric("Counter", "sick_node", "Times that this member's hardware reported a problem", ("action",)),
     _Metric("Counter", "slow_member", "Times that a member was found to be slower than the others", ("member", "part")),
     _Metric("Counter", "tokens", "Tokens in the steps taken, of all members together"),
     _Metric("Gauge", "recent_tokens_per_second", f"Tokens of the latest {RECENT_STEPS} steps over their time"),
@@ -119,6 +121,7 @@ class Metrics:
     | `evermoe_slow_loader_total` | counter, by `kind` | times that its loader was `slow` or `stuck`: `SlowLoader` |
     | `evermoe_recent_own_seconds` | gauge | part of the latest 16 steps in which it did not wait for others, mean |
     | `evermoe_slow` | gauge, by `part` | 1 while this member is slower than the others: `Measured.slow` |
+    | `evermoe_sick_node_total` | counter, by `action` | problems that its hardware has reported: `SickNode` |
     | `evermoe_slow_member_total` | counter, by `member` and `part` | times that a member was found slow: `SlowMember` |
     | `evermoe_tokens_total` | counter | tokens in the steps taken, of all members together |
     | `evermoe_recent_tokens_per_second` | gauge | tokens of the latest 16 steps over their time |
@@ -182,6 +185,7 @@ class Metrics:
             CorruptionFound: lambda event: self._of["corruption"].labels(action=event.action).inc(),
             SampleSkipped: lambda event: self._of["skipped_samples"].inc(),
             SlowLoader: lambda event: self._of["slow_loader"].labels(kind=event.kind).inc(),
+            SickNode: lambda event: self._of["sick_node"].labels(action=event.action).inc(),
             SlowMember: lambda event: self._of["slow_member"].labels(member=event.member, part=event.part).inc(),
             CoverageChanged: self._note_covered,
             MemberLost: lambda event: self._of["lost_members"].labels(kind=event.kind).inc(),

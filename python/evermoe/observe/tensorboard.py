@@ -40,6 +40,7 @@ class TensorBoard:
     | `recovery/steps_lost`, `recovery/tokens_lost`, `recovery/fetched_bytes` | step of resumption | of `Recovered` |
     | `skipped`, `damaged` | steps taken | updates left out, damaged copies found, so far |
     | `slow_loader`, `slow_member`, `skipped_samples` | steps taken | what was slow, samples left out, so far |
+    | `sick_node` | steps taken | problems that the hardware has reported, so far |
     | `corruption` | steps taken | steps refused as members differed, so far |
 
     TensorBoard shows each folder as a run: give every member a subfolder of a common one. A step that a failure undoes

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from evermoe.comm.membership import MembershipManager
 from evermoe.comm.messages import Identity
+from evermoe.comm.quarantine import find_hardware
 from evermoe.config.copies import CopyConfig
 from evermoe.config.membership import Membership
 from evermoe.config.placement import Placement
@@ -174,6 +175,7 @@ class PipelineSession(BaseSession):
             may_cut=not config.replay,
         )
         self._membership = _new_membership(config, self._loss_scale, scheduler)
+        self._membership.messages.hardware = find_hardware(self._membership.node, self._state.device)
         folder = job_folder(config.membership.memory_dir or DEFAULT, self._membership.identity.job)
         store = SnapshotStore(folder / self._membership.node, self._state, config.copies.name)
         loop = LoopParts(None, optimizer, scheduler, self._loss_scale)

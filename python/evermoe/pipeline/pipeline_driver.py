@@ -222,6 +222,7 @@ class PipelineDriver(PipelineRecovery):
 
     def settle(self) -> Event:
         """Complete the copies of the last step, which no vote follows or after which ranks leave."""
+        self.share_quarantine()
         is_complete = self.finish_copies(self._version)
         everyone = self._group.all_reduce(torch.tensor([int(is_complete)]))
         return {"event": "settled", "is_whole": bool(everyone == self._options.size)}

@@ -138,6 +138,8 @@ class PipelineLoop:
         try:
             ballot = self._driver.finish_step(step)
             self._driver.end_step()
+            if self._driver.health.must_leave:
+                self._preemption.evict()
             self.protocol.vote(ballot)
         finally:
             self._driver.end_vote()
@@ -176,6 +178,7 @@ class PipelineLoop:
         self._driver.guard.remove()
         self._driver.copies.close()
         self._membership.close()
+        self._driver.health.close()
         self._driver.end()
         self._driver.run.leave()
 

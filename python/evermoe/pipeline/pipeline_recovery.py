@@ -71,7 +71,9 @@ class PipelineRecovery(TrainingDriver):
 
     def __init__(self, parts: PipelineContext) -> None:
         options, _, loop, _, state, store, membership, emit = parts
-        super().__init__(membership, options.membership, options.size, [MemoryClaim(store.directory)], emit)
+        super().__init__(
+            membership, options.membership, options.size, [MemoryClaim(store.directory)], state.device, emit
+        )
         self._options, self._state, self._loop, self.store = options, state, loop, store
         state.loop.store(loop_state.collect(loop))
         self.pacer, self.snapshot_schedule = Pacer(), VersionSchedule()

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 from evermoe.comm.membership import MembershipManager
+from evermoe.comm.quarantine import Quarantine
 from evermoe.config.membership import OnCorruption
 from evermoe.errors import CorruptState, PeerLost
 from evermoe.events import CorruptionFound
@@ -89,9 +90,18 @@ class Refusals:
             logger.warning(DOUBTS)
         if is_mended:
             return
+        if action == "evict":
+            self._quarantine(ranks, message)
         if action == "stop" or (action == "evict" and rank in ranks):
             raise CorruptState(message, step, finding.units, ranks)
         raise PeerLost(message)
+
+    def _quarantine(self, ranks: Sequence[int], why: str) -> None:
+        """Admit no newcomers on the hardware of members that leave."""
+        members = [*self._membership.members.items()]
+        for rank in ranks:
+            member, said = members[rank]
+            self._membership.messages.quarantines.add(Quarantine(member, said["node"], said["hardware"], why))
 
     def _action(self, step: int, finding: Finding) -> str:
         """Return the reaction to a finding."""

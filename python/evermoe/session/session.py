@@ -292,11 +292,11 @@ class Session(BetweenSteps):
         except PeerLost as lost:
             self._protocol.lose(str(lost))
             return False
+        if self._driver.must_leave:
+            self._preemption.evict()
         self._protocol.vote(ballot)
         if is_taken := self._driver.taken > before:
             self._driver.saving.begin_if_scheduled(self.version)
-        if self._driver.must_leave:
-            self._preemption.evict()
         return is_taken
 
     def _fail(self, failure: BaseException | None) -> None:

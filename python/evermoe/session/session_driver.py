@@ -295,8 +295,8 @@ class SessionDriver(RecoveryDriver):
         """
         self.substitute.put_back()
         everyone = self._membership.everyone
-        nodes = min(everyone.size, self._config.copies.replication)
-        if self._trains and self._leaving and self._leaving >= nodes:
+        self.share_quarantine()
+        if self._trains and self._leaving >= max(1, min(everyone.size, self._config.copies.replication)):
             self._save_before_leaving(everyone.size)
         self._buckets.await_weights()
         complete = everyone.all_reduce(torch.tensor([int(self._protection.settle(self._version))]))

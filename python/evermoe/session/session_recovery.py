@@ -74,7 +74,7 @@ class RecoveryDriver(TrainingDriver):
         joining, store = self._config.membership, self._protection.store
         self.saving = Saving(self._config, self._state, membership, self._protection, emit)
         claims = MemoryClaim(store.directory), self.saving.checkpointer
-        super().__init__(membership, joining, joining.members or 1, claims, emit)
+        super().__init__(membership, joining, joining.members or 1, claims, membership.device, emit)
         self.snapshot_schedule = self._protection.snapshots.snapshot_schedule
         self.window_planner = self._protection.window_planner
         self._trains = self._config.membership.trains
@@ -129,6 +129,7 @@ class RecoveryDriver(TrainingDriver):
 
     def leave(self) -> None:
         """Release the checkpoint folder, and leave gradients to the script."""
+        self.health.close()
         self._standby.end()
         self._early.drop()
         self._checks.end()
@@ -158,8 +159,8 @@ class RecoveryDriver(TrainingDriver):
 
     @property
     def must_leave(self) -> bool:
-        """Whether this member is to leave, as it is slower than the others."""
-        return self._measures.slow_members.must_leave
+        """Whether this member is to leave, as it is slower than the others or its hardware is faulty."""
+        return self._measures.slow_members.must_leave or self.health.must_leave
 
     def attached(self) -> list[float]:
         """Return what this member compares with others in the vote: digests, and the times of its own work."""

@@ -5,9 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import asdict
 from typing import NoReturn
 
+import torch
+
+from evermoe.comm.gather import gather_json
 from evermoe.comm.membership import MembershipManager
+from evermoe.comm.quarantine import Quarantine
 from evermoe.comm.vote import Ballot
 from evermoe.config.membership import Membership
 from evermoe.copies.snapshot.window_plan import WindowPlanner
@@ -22,6 +27,7 @@ from evermoe.recovery.report import JobHistory
 from evermoe.session import gradients
 from evermoe.session.commands import Driver
 from evermoe.session.lost_members import LostMembers
+from evermoe.session.node_health import NodeHealth
 from evermoe.session.same_run import Claimed, SameRun
 from evermoe.session.step_results import StepResults
 from evermoe.state.version import generation_of, step_of
@@ -35,6 +41,7 @@ class TrainingDriver(Driver):
         joining: options of the membership.
         members: members that the job was to have.
         claims: places that other runs of the job may not use.
+        device: device that computes this member's steps.
         emit: listener of the session.
     """
 
@@ -47,12 +54,14 @@ class TrainingDriver(Driver):
         joining: Membership,
         members: int,
         claims: Sequence[Claimed],
+        device: torch.device,
         emit: Listener,
     ) -> None:
         self._membership, self._emit, self._group = membership, emit, membership.trainer_group
         self.history = JobHistory(emit)
         self.lost = LostMembers(membership, joining.on_lost, members, emit)
         """Lost members, and the callers that ask for replacements."""
+        self.health = NodeHealth(membership, joining.on_sick, device, emit)
         self.run = SameRun(membership, joining.hang_timeout, claims)
         self.results = StepResults()
         """Of the state's latest step."""
@@ -83,7 +92,12 @@ class TrainingDriver(Driver):
     # ---- membership
 
     def agreeing(self) -> None:
-        """Begin the report of a recovery, which the answer may turn out to need."""
+        """Begin the report of a recovery, which the answer may turn out to need.
+
+        Raises:
+            UnfitNode: this process has not joined yet, and its hardware is faulty.
+        """
+        self.health.begin()
         if self.history.clock.phase != "agree":  # otherwise it asks again in the same agreement
             is_member = self._membership.established
             self.begin_report(self._group.broken or ("new members" if is_member else "this process has started"))
@@ -121,6 +135,24 @@ class TrainingDriver(Driver):
         """Raise the recovery's error."""
         assert self._unrecoverable is not None
         raise self._unrecoverable
+
+    def share_quarantine(self) -> None:
+        """Exchange why members leave, if some do; collective on all members.
+
+        The others admit no newcomer on hardware that a member leaves as faulty.
+
+        Raises:
+            PeerLost: a member is lost.
+        """
+        if not self._leaving:
+            return
+        at = self._membership
+        mine = (
+            asdict(Quarantine(at.id, at.node, at.messages.hardware, self.health.fault)) if self.health.fault else None
+        )
+        for said in gather_json(at.everyone, mine):
+            if said is not None:
+                at.messages.quarantines.add(Quarantine(**said))
 
     # ---- a step
 

@@ -20,6 +20,7 @@ from evermoe.events import (
     Measured,
     Recovered,
     SampleSkipped,
+    SickNode,
     Skipped,
     SlowLoader,
     SlowMember,
@@ -107,6 +108,7 @@ def test_the_table_of_curves_names_all(tmp_path):
         CorruptionFound(8, ["u"], [1], ["b"], "repair"),
         SampleSkipped(8, 3, 0, 17, "ValueError: damaged"),
         SlowLoader(8, "a-1", "ElasticLoader", 0.5, 0.6, "slow"),
+        SickNode("a-1", "a", "GPU-1", "Xid 63", "warn"),
         SlowMember(8, "a-1", "a", 0, "compute", 0.5, 0.25, 2.0),
         Commit(7, 1.0, 3, 2, 2.5, 96, 768, 1.25),
     ):

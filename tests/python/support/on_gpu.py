@@ -64,6 +64,7 @@ TESTS = (
     "pipeline/test_pipeline_on_gpu.py",
     "profile/test_profiler.py",
     "replay",
+    "session/failures/test_sick_node.py",
     "session/training/test_gradients.py",
     "session/training/test_one_gpu.py",
     "session/training/test_several_gpus.py",
