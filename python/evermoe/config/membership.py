@@ -89,7 +89,8 @@ class Membership(Options):
     reports an Xid error after which NVIDIA demands a reset, or that the GPU is lost or must be reset. `evict`: the
     process does not join (`UnfitNode`); a member leaves after its step, which nobody repeats, and its process ends as
     on SIGTERM (code 143), unless no other member trains. The others then admit no newcomer on this hardware. `warn`:
-    none but the log and the event `SickNode`. `ignore`: test and watch nothing."""
+    none but the log and the event `SickNode`, which also name a host without free memory and a full checkpoint folder.
+    `ignore`: test and watch nothing."""
     join_interval: int = option(5, shared=True, least=1)
     """Steps between checks for new members, in the background."""
     join_wait: float = option(0.0, shared=True, least=0, most=MAX_SECONDS)

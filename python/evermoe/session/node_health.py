@@ -2,9 +2,10 @@
 
     before the first request   self-test, and the GPU's own state: a faulty member does not join
     while it trains            a thread waits for the GPU's Xid errors, and looks at its state from time to time
+                               another one looks for free memory, and room for checkpoints: a problem is a warning
     a fault                    the member leaves after its step, as on SIGTERM, and its hardware is quarantined
 
-No step waits for the thread, which sleeps in NVML, without the GIL.
+No step waits for the threads. The first one sleeps in NVML, without the GIL; the second may hang with a file system.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from pathlib import Path
 
 import torch
 
@@ -21,12 +23,13 @@ from evermoe.errors import UnfitNode
 from evermoe.events import SickNode
 from evermoe.events.base_event import Listener
 from evermoe.session.gpu_health import Gpu, Problem
+from evermoe.session.host_watch import find_host_problems
 from evermoe.session.self_test import find_fault
 
 logger = logging.getLogger(__name__)
 
 LOOK_SECONDS = 10.0
-"""Time between two looks at the state of a GPU."""
+"""Time between two looks at the state of a GPU, and of the host."""
 WAIT_SECONDS = 0.5
 """Time after which the thread notices at the latest that it must end."""
 
@@ -48,11 +51,16 @@ class NodeHealth:
         self._is_over, self._has_begun = threading.Event(), False
         self._known: set[str] = set()
         """Problems that were reported."""
+        self._checkpoints: tuple[Path | None, int] = None, 0
 
     @property
     def must_leave(self) -> bool:
         """Whether this member must leave. The last one that trains stays: nobody could continue."""
         return bool(self.fault) and self._membership.num_trainers > 1
+
+    def watch_checkpoints(self, folder: Path | None, nbytes: int) -> None:
+        """Warn if there is no room for a checkpoint: on the first member, as the folder is shared."""
+        self._checkpoints = folder, nbytes
 
     def begin(self) -> None:
         """Test this member's hardware and begin the watch, before the member first asks to join; afterwards a no-op.
@@ -65,6 +73,7 @@ class NodeHealth:
         self._has_begun = True
         if fault := find_fault(self._device):
             self._refuse(fault)
+        threading.Thread(target=self._watch_host, name="evermoe-host", daemon=True).start()
         at = self._membership
         if at.messages.hardware == at.node:
             return
@@ -111,6 +120,12 @@ class NodeHealth:
                 for problem in gpu.problems():
                     self._report(problem)
         gpu.close()
+
+    def _watch_host(self) -> None:
+        while not self._is_over.wait(LOOK_SECONDS):
+            folder, nbytes = self._checkpoints
+            for problem in find_host_problems(folder if self._membership.everyone.rank == 0 else None, nbytes):
+                self._report(problem)
 
     def _report(self, problem: Problem | None) -> None:
         """Report a problem once; ask to leave if it is a fault."""

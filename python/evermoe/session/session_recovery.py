@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -75,6 +76,10 @@ class RecoveryDriver(TrainingDriver):
         self.saving = Saving(self._config, self._state, membership, self._protection, emit)
         claims = MemoryClaim(store.directory), self.saving.checkpointer
         super().__init__(membership, joining, joining.members or 1, claims, membership.device, emit)
+        where = find_location(self._config.checkpoints)
+        self.health.watch_checkpoints(
+            where if isinstance(where, Path) else None, sum(nbytes for _, nbytes in self._state.catalog.sizes())
+        )
         self.snapshot_schedule = self._protection.snapshots.snapshot_schedule
         self.window_planner = self._protection.window_planner
         self._trains = self._config.membership.trains
