@@ -83,6 +83,8 @@ class Kind:
     """Harms the network of `b`, when `b` comes to the step of the fault; each worker has a host of its own."""
     file: Callable[[Path], None] | None = None
     """Harms a file of the newest checkpoint, with which all workers then start again."""
+    copies: bool = False
+    """Whether copies and their trainers differ, and a third member says which is wrong."""
     full_disk: bool = False
     """Whether the disk of the checkpoints is full from the step of the fault on, until a member has said so."""
 
@@ -95,6 +97,12 @@ def flip(where: str, point: str = "begin") -> tuple[Fault, ...]:
 def wrong(where: str) -> Kind:
     """Products that are wrong on `b` in each step."""
     return Kind("corruption_found", options={"wrong": where}, steps=LONG, presets=PLACED, replicas=True, leaves=True)
+
+
+def differ(where: str) -> Kind:
+    """Updates of experts with one trainer that are wrong on `b`, or in its copies of others."""
+    options, session = {"wrong": where}, {"expert_slots": 1}
+    return Kind("corruption_found", options=options, session=session, steps=LONG, presets=REPLAYED, copies=True)
 
 
 PLACED: tuple[PresetName, ...] = ("auto", "lazarus")
@@ -115,6 +123,8 @@ KINDS = {
     "a replica's state": Kind("damaged", flip("state", "vote"), presets=REPLAYED, steps=LONG),
     "a replica's log": Kind("damaged", flip("log", "vote"), presets=REPLAYED, steps=LONG),
     "a step that a replica repeats": Kind("damaged", flip("step", "vote"), presets=REPLAYED, steps=LONG),
+    "all steps that a replica repeats": differ("repeats"),
+    "all updates of experts with one trainer": differ("optimizer"),
     "a loss that is not a number": Kind("", options={"poison": {AT: "loss"}}, says="from rank 1 on b", ends=True),
     "a gradient that is not a number": Kind("", options={"poison": {AT: "gradient"}}, says="rank 1 on b", ends=True),
     "killed in forward": Kind("member_lost", (Fault("forward", AT),), leaves=True),
@@ -241,6 +251,11 @@ def judge(kind: Kind, workers: list[Worker], codes: dict[str, int], before: Sequ
         for name in ALARMS[event["event"]](worker, event)
     }
     expected = {kind.alarm, "member_lost"} if kind.leaves else {kind.alarm}
+    if kind.alarm == "damaged" or kind.copies:
+        alarms.discard(("corruption_found", "nobody"))  # they have differed for longer than a third member can repeat
+        expected.add("corruption_found")
+    if kind.copies:
+        alarms = {(event, name) for event, name in alarms if event != "damaged"}  # the copy, whichever is wrong
     false = sorted(f"{event}: {name}" for event, name in alarms if name != "b" or event not in expected)
     found = any(event == kind.alarm for event, _ in alarms) if kind.alarm else True
     named = (kind.alarm, "b") in alarms if kind.alarm else True
