@@ -36,7 +36,7 @@ AT, STEPS = 16, 24
 """The step of the fault, in whose vote members always compare something, and the steps of a job."""
 LONG = 96
 """Steps of a job in which a fault shows after some time."""
-CLEAN = 2000
+CLEAN = 500
 """Steps of a job without a fault."""
 STEADY = 48
 """The step of a fault of the network, by which all connections exist."""
