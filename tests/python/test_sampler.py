@@ -65,6 +65,20 @@ def test_shares_are_even_and_their_weights_sum_to_one(batch, size):
     assert all(len(share.indices) == max(count, 1) for share, count in zip(shares, counts, strict=True))
 
 
+def test_shares_of_any_proportions_have_each_sample_once():
+    draw = random.Random(0)
+    for _ in range(300):
+        size, batch = draw.randint(1, 9), draw.randint(1, 40)
+        sampler = ElasticSampler(100, batch, shuffle=False)
+        sampler.proportions = [draw.choice([0.25, draw.random() + 0.01, 1.0]) for _ in range(size)]
+        shares = [sampler.share(rank, size) for rank in range(size)]
+        used = [each.indices for each in shares if each.weight]
+        assert torch.cat(used).tolist() == list(range(batch))
+        assert sum(each.weight for each in shares) == pytest.approx(1.0)
+        total = sum(sampler.proportions)
+        assert all(abs(s.weight - p / total) <= 1 / batch for s, p in zip(shares, sampler.proportions, strict=True))
+
+
 def test_example_of_the_documentation():
     sampler = ElasticSampler(8, 8, shuffle=False)
     assert [sampler.share(rank, 3).indices.tolist() for rank in range(3)] == [[0, 1], [2, 3, 4], [5, 6, 7]]

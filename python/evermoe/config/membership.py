@@ -13,7 +13,7 @@ from evermoe.options import MAX_SECONDS, MIN_SECONDS, Options, check_name, optio
 Role = Literal["train", "replica", "spare"]
 Carrier = Literal["tcp", "ucx"]
 OnCorruption = Literal["repair", "evict", "stop", "ignore"]
-OnSlow = Literal["warn", "evict"]
+OnSlow = Literal["warn", "shift", "evict"]
 OnSick = Literal["evict", "warn", "ignore"]
 
 
@@ -81,9 +81,10 @@ class Membership(Options):
     is wrong: it leaves with `evict`; with `repair` the replica takes the trainer's state. `ignore`: compare nothing."""
     on_slow: OnSlow = option("warn", shared=True)
     """Action where a member of a session is named as slower than the others (`SlowMember`). `warn`: none but the names.
-    `evict`: it leaves after the next step, which nobody repeats, and its process ends as on SIGTERM (code 143). This
-    happens among three members or more, and only if the others are faster without it: with n members, it takes more
-    than n / (n - 1) times as long as they do."""
+    `shift`: it gets fewer samples of each batch, and the others more, until all take as long (`ElasticSampler` and
+    `ElasticLoader`); its part grows again with its speed. `evict`: it leaves after the next step, which nobody repeats,
+    and its process ends as on SIGTERM (code 143). This happens among three members or more, and only if the others are
+    faster without it: with n members, it takes more than n / (n - 1) times as long as they do."""
     on_sick: OnSick = option("evict")
     """Action where this member's GPU or processor is faulty: it fails the self-test before the member joins, NVML
     reports an Xid error after which NVIDIA demands a reset, or that the GPU is lost or must be reset. `evict`: the

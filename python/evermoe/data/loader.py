@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch.utils.data import default_collate, default_convert
 from evermoe.data.batches import Reading, Way, describe, read
 from evermoe.data.plain_state import from_json, to_json
 from evermoe.data.reader_states import STATE_PERIOD, ReaderState, ReaderStates, packed, unpacked
-from evermoe.data.sampler import Share
+from evermoe.data.sampler import Share, bounds
 from evermoe.data.stateful import check_resumes, has_state
 from evermoe.errors import UnsupportedState
 from evermoe.options import checked
@@ -74,6 +74,8 @@ class ElasticLoader:
         """Samples of the epoch that were consumed."""
         self._skipped = 0
         """Those of them that are yet to be skipped by reading them."""
+        self.proportions: Sequence[float] | None = None
+        """As of `ElasticSampler`."""
         self.consumed = 0
         """Samples of all committed batches."""
         self._batch: tuple[Any, Reading] | None = None
@@ -101,12 +103,12 @@ class ElasticLoader:
         return self._batch
 
     def share(self, rank: int, size: int) -> Share:
-        """Return the part of `rank` among `size` members: contiguous, with sizes that differ by at most one."""
+        """Return the part of `rank` among `size` members: contiguous, of equal sizes or in `proportions`."""
         batch, reading = self._read()
         length = _length(reading)
         if self.states is not None:
             self.states.owned = [0] if rank == 0 else []
-        start, stop = (length * r // size for r in (rank, rank + 1))
+        start, stop = bounds(length, rank, size, self.proportions)
         weight = (stop - start) / length
         place = slice(start, stop) if stop > start else slice(1)
         numbers = torch.arange(self.consumed, self.consumed + length)[place]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
@@ -57,6 +57,21 @@ class Share:
             weight = self.weight * (stop - start) / size
             place = slice(start, stop) if stop > start else slice(1)
             yield Share(self.indices[place], weight, reading.cut(self.samples, place), reading)
+
+
+def bounds(length: int, rank: int, size: int, proportions: Sequence[float] | None = None) -> tuple[int, int]:
+    """Return start and stop of the part of `rank` among `size` members, of a batch of `length` samples.
+
+    Without `proportions` (numbers by rank, of which one is above 0) sizes differ by at most one.
+
+        >>> [bounds(8, rank, 3) for rank in range(3)], [bounds(8, rank, 3, [1, 0.5, 1]) for rank in range(3)]
+        ([(0, 2), (2, 5), (5, 8)], [(0, 3), (3, 5), (5, 8)])
+    """
+    if proportions is None:
+        return length * rank // size, length * (rank + 1) // size
+    total = sum(proportions)
+    start, stop = (round(length * sum(proportions[:end]) / total) for end in (rank, rank + 1))
+    return start, stop
 
 
 @runtime_checkable
@@ -147,6 +162,8 @@ class ElasticSampler:
         self.num_samples = checked("num_samples", num_samples, int, least=1)
         self.batch_size = checked("batch_size", batch_size, int, least=1)
         self.shuffle, self.seed = checked("shuffle", shuffle, bool), checked("seed", seed, int)
+        self.proportions: Sequence[float] | None = None
+        """Relative sizes of the members' parts, by rank; None: equal. Sessions set it: see `Membership.on_slow`."""
         self.consumed = 0
         self._read = 0
         """Samples of the batch that was read last; 0 if it is consumed."""
@@ -235,12 +252,13 @@ class ElasticSampler:
     def share(self, rank: int, size: int) -> Share:
         """Return the part of `rank` among `size` members: contiguous, with sizes that differ by at most one.
 
-        Example: B = 8, size = 3 → samples 0–1 to rank 0, 2–4 to rank 1, 5–7 to rank 2.
+        Example: B = 8, size = 3 → samples 0–1 to rank 0, 2–4 to rank 1, 5–7 to rank 2. With `proportions`, sizes follow
+        these.
         """
         if not 0 <= rank < size:
             raise ValueError(f"ElasticSampler.share: expected 0 <= rank < size, got rank={rank}, size={size}")
         batch = self.batch()
-        start, stop = (self.batch_size * r // size for r in (rank, rank + 1))
+        start, stop = bounds(self.batch_size, rank, size, self.proportions)
         if start == stop:
             return Share(batch[:1], 0.0)
         return Share(batch[start:stop], (stop - start) / self.batch_size)

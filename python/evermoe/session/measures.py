@@ -34,6 +34,7 @@ class StepMeasures:
         saving: writes the checkpoints and saves.
         emit: of the session.
         on_slow: action where a member is slow.
+        sampler: of the script.
         counts: whether this member knows the tokens of experts; False on a replica node.
     """
 
@@ -45,12 +46,13 @@ class StepMeasures:
         saving: Saving,
         emit: Listener,
         on_slow: OnSlow,
+        sampler: object,
         *,
         counts: bool,
     ) -> None:
         self._counts = counts
         self._state, self._protection, self._saving, self._emit = state, protection, saving, emit
-        self.slow_members = SlowMembers(membership, state, emit, on_slow, trains=counts)
+        self.slow_members = SlowMembers(membership, state, emit, on_slow, sampler, trains=counts)
         """Compares this member's own time with that of the others."""
         self._slow_links = SlowLinks(membership, emit)
         self._since = time.monotonic()

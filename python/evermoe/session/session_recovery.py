@@ -106,6 +106,7 @@ class RecoveryDriver(TrainingDriver):
             self.saving,
             self._emit,
             joining.on_slow,
+            self._script.sampler,
             counts=self._trains,
         )
         overlaps, device = self._config.shard_optimizer == "overlap", membership.device

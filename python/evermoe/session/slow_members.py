@@ -28,6 +28,7 @@ from evermoe.planning.stragglers import (
     find_stragglers,
     is_still_slow,
 )
+from evermoe.session.proportions import Proportions
 from evermoe.state.training_state import TrainingState
 
 logger = logging.getLogger(__name__)
@@ -63,13 +64,24 @@ class SlowMembers:
         state: knows the load of the experts.
         emit: of the session.
         policy: action where a member is slow.
+        sampler: of the script, whose `proportions` are set with the policy `shift`.
         trains: whether this member trains, and knows that load.
+
+    Raises:
+        ValueError: the sampler cannot divide a batch into parts of other sizes.
     """
 
     def __init__(
-        self, membership: MembershipManager, state: TrainingState, emit: Listener, policy: OnSlow, *, trains: bool
+        self,
+        membership: MembershipManager,
+        state: TrainingState,
+        emit: Listener,
+        policy: OnSlow,
+        sampler: object,
+        *,
+        trains: bool,
     ) -> None:
-        self._policy = policy
+        self._policy, self._parts = policy, Proportions(sampler) if policy == "shift" else None
         self.must_leave = False
         """Whether this member is to leave its job, as it is slow."""
         self._membership, self._state, self._emit, self._trains = membership, state, emit, trains
@@ -84,9 +96,14 @@ class SlowMembers:
     def restart(self) -> None:
         """Judge only the steps that follow: a recovery has ended."""
         self._own_time.restart()
+        self._judge_anew()
+        if self._parts is not None:
+            self._parts.reset()
+        self.slow = {member: found for member, found in self.slow.items() if member in self._membership.members}
+
+    def _judge_anew(self) -> None:
         self._rows.clear()
         self._has_excess.clear()
-        self.slow = {member: found for member, found in self.slow.items() if member in self._membership.members}
 
     @property
     def own_part(self) -> str:
@@ -124,8 +141,10 @@ class SlowMembers:
         if len(self._rows) < STEPS or step % CHECKS:
             return
         may_be_slow = 2 * sum(self._has_excess) >= STEPS
-        if may_be_slow or self.slow:
-            self._look(step, np.asarray(self._rows, np.float64), may_be_slow=may_be_slow)
+        if may_be_slow or self.slow or (self._parts is not None and self._parts.of_even):
+            seconds_SRP = np.asarray(self._rows, np.float64)
+            self._look(step, seconds_SRP, may_be_slow=may_be_slow)
+            self._shift(step, seconds_SRP[-STEPS:].sum(2))
 
     def _look(self, step: int, seconds_SRP: NDArray[np.float64], *, may_be_slow: bool) -> None:
         ids = list(self._membership.members)
@@ -142,6 +161,20 @@ class SlowMembers:
                     part = _main_part(seconds_SRP[-STEPS:], found.rank)
                     self.slow[ids[found.rank]] = measure, part
                     self._name(step, ids[found.rank], part, found)
+
+    def _shift(self, step: int, seconds_SR: NDArray[np.float64]) -> None:
+        """Change the members' parts of each batch, if that is the policy, so that they take as long as each other."""
+        ids = list(self._membership.members)
+        if self._parts is None:
+            return
+        are_slow = [ids[rank] in self.slow for rank in range(seconds_SR.shape[1])]
+        for rank in self._parts.adapt(seconds_SR, are_slow):
+            self._judge_anew()
+            part = self._parts.of_even[rank] if self._parts.of_even else 1.0
+            if self._is_to_log(rank):
+                logger.warning(
+                    "%s gets %.0f %% of an even part of each batch from now on (on_slow)", ids[rank], 100 * part
+                )
 
     def _name(self, step: int, member: str, part: str, found: Straggler) -> None:
         node, members = self._membership.nodes[found.rank], self._membership.num_trainers

@@ -91,6 +91,7 @@ class Options:
     work: int = 0
     """Multiplications of matrices between forward and backward."""
     slow: float = 0.0
+    slow_sample: float = 0.0
     """Seconds that each step takes longer on this worker."""
     late: float = 0.0
     """Seconds that it takes after each step."""
@@ -342,7 +343,7 @@ class Recorder:
 
 def compute(options: Options, model: nn.Module, tokens: torch.Tensor, step: int) -> None:
     """Keeps this process busy and its network idle, then runs the forward passes whose loss is not used."""
-    time.sleep(options.slow)
+    time.sleep(options.slow + options.slow_sample * len(tokens))
     matrix = torch.full((256, 256), 1e-3)
     for _ in range(options.work):
         matrix = matrix @ matrix

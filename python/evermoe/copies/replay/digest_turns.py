@@ -25,7 +25,7 @@ class DigestTurns:
     def __init__(self, sources: Sequence[Source], optimizer: torch.optim.Optimizer) -> None:
         self._sources, self._optimizer = sources, optimizer
         self._next, self._elements = 0, 0.0
-        """Index of the source whose turn is next, and number of elements to read."""
+        """Index of the next source, and number of elements to read."""
         self._again: list[list[Source]] = [[] for _ in range(BATCH_STEPS)]
         """Sources that are read again, by the number of calls until then, less one."""
 

@@ -36,7 +36,7 @@ def test_a_third_member_names_the_one_that_is_wrong(start_job, where):
 
 @pytest.mark.parametrize("where", ["optimizer", "repeats"])
 def test_the_one_that_is_wrong_leaves_if_that_is_the_policy(start_job, where):
-    """What it trained comes from the copies, which have repeated its steps rightly."""
+    """Its experts come from the copies, which have repeated its steps rightly."""
     workers = a, b, c = start(start_job, "abc", where, on_corruption="evict")
     assert [each.join(PATIENCE) for each in workers] == [0, 1, 0]
     assert "CorruptState" in b.log()

@@ -8,12 +8,14 @@ from types import SimpleNamespace
 
 import pytest
 
+from evermoe import ElasticSampler
 from evermoe.comm.own_time import PARTS, OwnTime
 from evermoe.comm.transport import Transport
 from evermoe.events import Measured
 from evermoe.observe import Metrics
 from evermoe.planning.slow_hosts import MIN_FACTOR
 from evermoe.planning.stragglers import STEPS
+from evermoe.session.proportions import LEAST, Proportions
 from evermoe.session.slow_links import STEADY, SlowLinks
 from evermoe.session.slow_members import SlowMembers
 from support.harness import PATIENCE, wait_until
@@ -127,6 +129,51 @@ def test_a_slow_member_leaves_if_it_shall(start_job):
     check_history([a, b, c], away="b")
 
 
+def test_a_slow_member_gets_fewer_samples_if_batches_shift(start_job):
+    """All samples are used once, whatever the parts are; with a new member all are even again."""
+    job = start_job(on_slow="shift", join_interval=1)
+    a, b, _ = workers = [job.start(name, steps=100, slow_sample=0.05 if name == "b" else 0.0) for name in "abc"]
+    a.wait_for("slow_member")
+    assert [each.join(EVICTED) for each in workers] == [0, 0, 0]
+    for each in workers:
+        first, last = each.events("share")[0]["indices"], each.events("share")[-1]["indices"]
+        assert len(first) == 4
+        assert (len(last) < 4) if each is b else (len(last) > 4)
+    assert "of an even part of each batch from now on" in b.log()
+    check_history(workers)
+
+
+def test_parts_follow_the_speed_of_a_member(caplog):
+    """They shrink until all take as long, and grow again when it is faster; a recovery makes them even."""
+    job = Job(rank=2, policy="shift")
+    speed = 2.0
+
+    def run(steps):
+        for _ in range(steps):
+            parts = job.sampler.proportions or [1, 1, 1]
+            even = sum(parts) / 3
+            job.add(1, seconds=[0.1 * part / even * (speed if rank == 2 else 1) for rank, part in enumerate(parts)])
+
+    with caplog.at_level(logging.WARNING, "evermoe"):
+        run(8 * STEPS)
+        assert job.sampler.proportions[:2] == [1, 1]
+        assert 0.4 < job.sampler.proportions[2] < 0.6
+        speed = 1.0
+        run(8 * STEPS)
+        assert job.sampler.proportions is None
+    assert "c-1 gets 50 % of an even part of each batch from now on" in caplog.text
+    speed = 100.0
+    run(8 * STEPS)
+    assert job.sampler.proportions[2] == LEAST
+    job.slow.restart()
+    assert job.sampler.proportions is None
+
+
+def test_batches_cannot_shift_without_a_sampler_that_divides_them():
+    with pytest.raises(ValueError, match=r"on_slow='shift' needs a sampler with `proportions`.*got a object"):
+        Proportions(object())
+
+
 @pytest.mark.parametrize(("factor", "leaves"), [(1.4, False), (1.6, True)])
 def test_it_leaves_only_if_the_others_are_faster_without_it(factor, leaves):
     """Of three members: two do in 1.5 times the time what three do."""
@@ -151,13 +198,14 @@ class Job:
             failure_detector=SimpleNamespace(own_time=OwnTime()),
         )
         self.seen, self.step = [], 0
-        self.slow = SlowMembers(self.membership, None, self.seen.append, policy, trains=False)
+        self.sampler = ElasticSampler(16, 4)
+        self.slow = SlowMembers(self.membership, None, self.seen.append, policy, self.sampler, trains=False)
 
-    def add(self, steps, **parts_of_c):
+    def add(self, steps, seconds=(0.1, 0.1, 0.1), **parts_of_c):
         for _ in range(steps):
-            rows = [[0.1, 0.0, 0.0, 0.0] for _ in "abc"]
-            for part, seconds in parts_of_c.items():
-                rows[2][PARTS.index(part)] += seconds
+            rows = [[each, 0.0, 0.0, 0.0] for each in seconds]
+            for part, more in parts_of_c.items():
+                rows[2][PARTS.index(part)] += more
             self.slow.add_step(self.step, [*chain(*rows), *[0.0] * len(PARTS)])  # the last of a replica node
             self.step += 1
 
