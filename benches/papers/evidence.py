@@ -8,6 +8,7 @@ import platform
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any, get_args
 
 from benches.papers.figure import PAPERS, Figure, How, Outcome, Row, reasons, shown
@@ -15,6 +16,8 @@ from benches.papers.figure import PAPERS, Figure, How, Outcome, Row, reasons, sh
 Computed = Mapping[str, tuple[Figure, list[Row]]]
 """Figures with their rows, by ID."""
 
+FAULTS = Path(__file__).parents[1] / "results" / "2026-11-30_faults_2-cores.md"
+"""Results of a campaign of faults, which the page repeats: it takes an hour."""
 HEAD = """# Evidence
 
 Numbers that the five [papers](papers.md) state, next to evermoe's numbers for the same quantities, with the reason for
@@ -42,8 +45,8 @@ compare ways to survive and shares of time, not samples a second.
 
 ## Summary
 
-Every row of this page is counted once. A fitted number confirms nothing. *Bound holds* counts bounds and ranges, which
-many values would meet. *Arithmetic* says something about the paper, and nothing about evermoe.
+Every row of the papers' tables is counted once. A fitted number confirms nothing. *Bound holds* counts bounds and
+ranges, which many values would meet. *Arithmetic* says something about the paper, and nothing about evermoe.
 
 | paper | rows | not stated | not computed | fitted | bound holds | within 1 % | within 10 % | further |
 |---|---|---|---|---|---|---|---|---|
@@ -54,7 +57,8 @@ The same rows by the way in which they were computed:
 | how | rows | not stated | not computed | fitted | bound holds | within 1 % | within 10 % | further |
 |---|---|---|---|---|---|---|---|---|
 {by_how}
-"""
+
+#{faults}"""
 
 
 def difference(row: Row) -> str:
@@ -79,7 +83,7 @@ def our_number(row: Row) -> str:
 
 
 def markdown(computed: Computed, command: str) -> str:
-    """Return the page: the command, a summary, and a section for each figure.
+    """Return the page: the command, a summary, the results of a campaign of faults, and a section for each figure.
 
     Args:
         computed: figures with their rows, in order.
@@ -89,7 +93,8 @@ def markdown(computed: Computed, command: str) -> str:
     rows = [(figure.id.partition("-")[0], row) for figure, found in computed.values() for row in found]
     by_paper = _summary(PAPERS, rows) + _summary(["all"], [("all", row) for _, row in rows])
     by_how = _summary(get_args(How), [(row.how, row) for _, row in rows])
-    parts = [HEAD.format(command=command, machine=machine, by_paper="\n".join(by_paper), by_how="\n".join(by_how))]
+    tables = {"by_paper": "\n".join(by_paper), "by_how": "\n".join(by_how)}
+    parts = [HEAD.format(command=command, machine=machine, faults=FAULTS.read_text(encoding="utf-8"), **tables)]
     for name, title in PAPERS.items():
         figures = [found for found in computed.values() if found[0].id.startswith(f"{name}-")]
         if figures:

@@ -272,7 +272,7 @@ def judge(kind: Kind, workers: list[Worker], codes: dict[str, int], before: Sequ
     recovered = [event for each in others for event in each.events("recovered")]
     lost = max((event["steps_lost"] for event in recovered), default=0)
     if before:
-        lost += committed_steps(before) - min(event["step"] for event in recovered)
+        lost = max(lost, committed_steps(before) - min(event["step"] for event in recovered))
     return Score(found, named, lost, false, problem)
 
 
