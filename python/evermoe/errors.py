@@ -34,7 +34,8 @@ class CorruptCopy(EvermoeError):
 class CorruptState(EvermoeError):
     """Members that must hold the same bits differ, and by `on_corruption` this process stops. No member took the step.
 
-    `step` is the step's number, `units` are those that differ, `ranks` the members that a majority has named.
+    If the job stops, the message names the newest verified checkpoint. `step` is the step's number, `units` are those
+    that differ, `ranks` the members that a majority has named.
     """
 
     def __init__(self, message: str, step: int, units: list[str], ranks: list[int]) -> None:

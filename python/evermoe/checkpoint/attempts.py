@@ -16,6 +16,7 @@ from typing import NamedTuple
 from evermoe.checkpoint.manifest import CHECKPOINT, MANIFEST, MANIFEST_BYTES, SAVE, Manifest, parsed
 from evermoe.checkpoint.object_store import ObjectPath, ObjectStore
 from evermoe.checkpoint.retention import Retention
+from evermoe.checkpoint.verified_mark import superseded_of
 from evermoe.errors import CorruptCopy
 from evermoe.process.warn import warn
 from evermoe.state.version import step_of
@@ -227,13 +228,14 @@ def superseded(
     *,
     before: int | None = None,
     written: str | None = None,
+    awaited: Collection[int] = (),
 ) -> list[Found]:
-    """Return what a retention does not keep of a kind, older ones first; see `checkpoint_folder.superseded`."""
-    found = [each for each in sort(known, kinds=(kind,)) if before is None or each.version <= before]
-    going = retention.superseded({each.version for each in found})
-    if written is not None and before is not None:
-        going.add(before)
-    return [each for each in found if each.version in going and each.path.name != written]
+    """Return what need not stay of a kind, as `superseded_of` does.
+
+    Raises:
+        OSError: the object store did not answer.
+    """
+    return superseded_of(sort(known, kinds=(kind,)), retention, before=before, written=written, awaited=awaited)
 
 
 def give_up_older(attempts: Attempts, generation: int | None) -> None:

@@ -2,6 +2,7 @@
 
     URL/step-00000120.0000000003-7f01aa22/manifest.json     last: version, digest and file of every unit
     URL/step-00000120.0000000003-7f01aa22/begun.json        first: the job that writes it
+    URL/step-00000120.0000000003-7f01aa22/verified.json     see `evermoe.checkpoint.verified_mark`
     URL/step-00000120.0000000003-7f01aa22/0000-00007-moe.experts.3.safetensors
     URL/save-00000125.0000000003-52c0e81d/…                 a save: its manifest also names files of earlier ones
     URL/owner.json, run.json                                see `evermoe.checkpoint.owner`, `run_claim`; without locks
@@ -81,6 +82,7 @@ class CheckpointBucket:
     def __init__(self, place: ObjectStore, owner: Owner, member: str, retention: Retention = NEWEST) -> None:
         self.directory = ObjectPath(place)
         self._place, self._owner, self._retention = place, owner, retention
+        self.awaited: set[int] = set()
         self._attempts = Attempts(place)
         self._cleaner = Cleaner(self._attempts)
         self._left: set[str] = set()
@@ -228,9 +230,13 @@ class CheckpointBucket:
             )
         if not self._place.create(f"{draft.name}/{MANIFEST}", content):
             raise PersistFailed(f"{draft.name} was given up by members that continued without this one")
-        with contextlib.suppress(OSError), self._cleaning:  # files that remain are removed later
-            self._prune(draft.name, version)
+        self.remove_superseded(draft, version)
         return draft
+
+    def remove_superseded(self, written: ObjectPath, version: int) -> None:
+        """Remove the older checkpoints that need not stay, as a checkpoint was written or verified."""
+        with contextlib.suppress(OSError), self._cleaning:  # files that remain are removed later
+            self._prune(written.name, version)
 
     def _prune(self, written: str, version: int) -> None:
         known = self._attempts.read_all()
@@ -241,7 +247,7 @@ class CheckpointBucket:
             if each.is_open and match and int(match[3] or 0) < int(mine[3]) and self._cleaner.give_up(name):
                 self._left.add(name)
         retention = SAVES if mine[1] == SAVE else self._retention
-        for going in superseded(known, retention, mine[1], before=version, written=written):
+        for going in superseded(known, retention, mine[1], before=version, written=written, awaited=self.awaited):
             self._cleaner.remove_checkpoint(going.path.name)
             self._left |= {going.path.name, *_owners(going.manifest)}
         if mine[1] == CHECKPOINT:

@@ -1,6 +1,7 @@
 """The folder of a job's checkpoints and saves: complete ones, drafts, and what dead processes left behind.
 
     DIRECTORY/step-00000120                          complete; its manifest has the version and every unit's digest
+    DIRECTORY/step-00000120/verified.json            see `evermoe.checkpoint.verified_mark`
     DIRECTORY/step-00000120-2                        the same step, written again after a rollback behind it
     DIRECTORY/step-00000160.writing-0000000003-7f01  a draft of the members of generation 3, attempt 7f01
     DIRECTORY/step-00000080.removing-…               no longer a checkpoint
@@ -36,6 +37,7 @@ from evermoe.checkpoint.plain_files import PROBE, flush, make_folder, probe, wri
 from evermoe.checkpoint.retention import NEWEST, SAVES, Retention, is_undone
 from evermoe.checkpoint.unit_files import write_complete, write_frozen
 from evermoe.checkpoint.unit_share import Share
+from evermoe.checkpoint.verified_mark import superseded_of, verified_at
 from evermoe.errors import CorruptCopy, FolderInUse, PersistFailed
 from evermoe.process.run_claim import Run, RunClaim
 from evermoe.process.warn import warn
@@ -126,6 +128,8 @@ class Stored(NamedTuple):
     nbytes: int
     """Bytes of all files that it uses."""
     units: int
+    verified_at: int | None
+    """Step in whose vote it was verified; None if it was not."""
 
 
 def stored(directory: Path, kind: str = CHECKPOINT) -> list[Stored]:
@@ -143,6 +147,7 @@ def stored(directory: Path, kind: str = CHECKPOINT) -> list[Stored]:
             found.version,
             sum(_size(directory / owner / file) for owner, file in found.manifest.files) + _size(found.path / MANIFEST),
             len(found.manifest.units),
+            verified_at(found.path, found.version),
         )
         for found in _scan(directory, kinds=(kind,), warns=True)
     ]
@@ -158,22 +163,12 @@ def superseded(
     kind: str = CHECKPOINT,
     *,
     before: int | None = None,
-    written: Path | None = None,
+    written: str | None = None,
+    awaited: Collection[int] = (),
 ) -> list[Path]:
-    """Return the checkpoints, or the saves, that a retention does not keep, older ones first.
-
-    Args:
-        directory: of the checkpoints.
-        retention: those to keep.
-        kind: `CHECKPOINT` or `SAVE`.
-        before: a version; newer ones stay and do not count. None counts all.
-        written: a folder that stays, whatever its version; others of the same version are removed.
-    """
-    found = [each for each in _scan(directory, kinds=(kind,)) if before is None or each.version <= before]
-    going = retention.superseded({each.version for each in found})
-    if written is not None and before is not None:
-        going.add(before)
-    return [each.path for each in found if each.version in going and each.path != written]
+    """Return the checkpoints, or the saves, of a folder that need not stay: see `superseded_of`."""
+    found = _scan(directory, kinds=(kind,))
+    return [each.path for each in superseded_of(found, retention, before=before, written=written, awaited=awaited)]
 
 
 class CheckpointFolder:
@@ -193,6 +188,7 @@ class CheckpointFolder:
     def __init__(self, directory: Path, owner: Owner, member: str, retention: Retention = NEWEST) -> None:
         self.directory = directory
         self._retention = retention
+        self.awaited: set[int] = set()
         self._owner, self._member = owner, member
         self._claim: Claim | None = None
         self._run_claim = RunClaim(directory, "the checkpoint store", 0o666)
@@ -309,11 +305,16 @@ class CheckpointFolder:
         self._check_owner()
         path = take_name(draft)
         if path.name.startswith(SAVE):
-            _remove_saves(self.directory, superseded(self.directory, SAVES, SAVE, before=version, written=path))
+            _remove_saves(self.directory, superseded(self.directory, SAVES, SAVE, before=version, written=path.name))
             return path
-        for each in superseded(self.directory, self._retention, before=version, written=path):
-            remove(each)
+        self.remove_superseded(path, version)
         return path
+
+    def remove_superseded(self, written: Path, version: int) -> None:
+        """Remove the older checkpoints that need not stay, as a checkpoint was written or verified."""
+        going = superseded(self.directory, self._retention, before=version, written=written.name, awaited=self.awaited)
+        for each in going:
+            remove(each)
 
     def discard(self, draft: Path) -> None:
         """Remove a draft unless it has become a checkpoint."""

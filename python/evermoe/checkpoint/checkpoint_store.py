@@ -16,6 +16,7 @@ from evermoe.checkpoint.object_store import Location, ObjectPath, locate_below
 from evermoe.checkpoint.owner import Owner, no_job, read_owner
 from evermoe.checkpoint.retention import NEWEST, Retention
 from evermoe.checkpoint.unit_share import Share
+from evermoe.checkpoint.verified_mark import verified_at
 from evermoe.errors import CorruptCopy
 from evermoe.process.run_claim import Run
 from evermoe.process.warn import warn
@@ -32,6 +33,9 @@ class CheckpointStore(Protocol):
     A save is written the same way. It contains some units, and names the files of all others in earlier saves. These
     files stay as long as a save names them.
     """
+
+    awaited: set[int]
+    """Versions of checkpoints that stay until it is known whether they are verified, and their marks are written."""
 
     @property
     def directory(self) -> Any:
@@ -69,6 +73,9 @@ class CheckpointStore(Protocol):
 
     def publish(self, draft: Any, version: int, manifest: str) -> Any:
         """Turn a draft into the checkpoint or save of its version, and remove those that it supersedes."""
+
+    def remove_superseded(self, written: Any, version: int) -> None:
+        """Remove the older checkpoints that need not stay, as the one of a version was written or verified."""
 
     def discard(self, draft: Any) -> None:
         """Remove a draft unless it has become a checkpoint."""
@@ -115,6 +122,19 @@ def find_manifests(where: Location, layout: str, kinds: Collection[str]) -> list
     return checkpoint_folder.find_manifests(where, layout, kinds)
 
 
+def newest_verified(where: Location) -> tuple[int, Location] | None:
+    """Return version and location of the newest verified checkpoint; raises as `find` does."""
+    found = reversed([*find(where).items()])
+    return next(((version, path) for version, path in found if verified_at(path, version) is not None), None)
+
+
+def verified_or_saves(manifests: Collection[Manifest]) -> list[Manifest]:
+    """Return the manifests without those of unverified checkpoints; raises as `find` does."""
+    with ThreadPoolExecutor(LOOKS) as pool:
+        steps = pool.map(lambda each: verified_at(each.path, each.version), manifests)
+        return [each for each, step in zip(manifests, steps, strict=True) if each.is_save or step is not None]
+
+
 def _scan(where: ObjectPath, layout: str | None = None, kinds: Collection[str] = (CHECKPOINT,)) -> list[Found]:
     if not is_single(where):
         return scan(where.place, layout, kinds, warns=True)
@@ -148,6 +168,7 @@ def stored(where: Location, kind: str = CHECKPOINT) -> list[Stored]:
             found.version,
             _nbytes(found.manifest),
             len(found.manifest.units),
+            verified_at(found.manifest.path, found.version),
         )
         for found in _scan(where, kinds=(kind,))
     ]

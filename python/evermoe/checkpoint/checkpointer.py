@@ -22,6 +22,7 @@ from evermoe.checkpoint.object_store import Location, locate
 from evermoe.checkpoint.owner import Owner
 from evermoe.checkpoint.retention import Retention
 from evermoe.checkpoint.save_place import place_to_save
+from evermoe.checkpoint.verification import Verification
 from evermoe.comm.gather import gather_json, share_json
 from evermoe.comm.membership import MembershipManager
 from evermoe.comm.task import Worker
@@ -72,9 +73,8 @@ class Checkpointer:
         self, options: Checkpoints, state: TrainingState, membership: MembershipManager, emit: Listener
     ) -> None:
         self._options, self._state, self._membership, self._emit = options, state, membership, emit
-        self._newest = -1
-        self._path: Location | None = None
-        """Version of the newest checkpoint."""
+        self._newest: tuple[int, Location] | None = None
+        """The newest checkpoint since the members resumed, by version."""
         self._write: CheckpointWrite | None = None
         """The checkpoint that is under way, on all members or on none."""
         self._mine: list[str] | None = None
@@ -94,7 +94,7 @@ class Checkpointer:
         """Steps taken in the newest checkpoint on disk."""
         self.store: CheckpointStore | None = None
         """The checkpoints; None without a location to write to, and on a member that does not train."""
-        where = find_location(options)
+        where, retention = find_location(options), Retention(options.keep, options.keep_interval)
         if where is not None and is_read_only(where):
             if schedule := schedule_of(options):
                 raise ValueError(
@@ -102,11 +102,12 @@ class Checkpointer:
                 )
         elif where is not None and membership.role == "train":
             owner = Owner(membership.identity.job, state.catalog.layout)
-            retention = Retention(options.keep, options.keep_interval)
             self.store = open_store(where, owner, membership.id, retention)
             if schedule_of(options):
                 with suppress(OSError):  # the store may answer later
                     self._published = max(map(step_of, find(where, state.catalog.layout)), default=0)
+        self.verification = Verification(self.store, retention, membership.trainer_group, emit)
+        """Verification of the checkpoints."""
 
     @property
     def writes(self) -> bool:
@@ -130,20 +131,38 @@ class Checkpointer:
         if self.store is not None:
             self.store.claim_for(run, patience)
 
-    def restart(self, generation: int) -> None:
-        """Resume with the members of a generation: give up the checkpoint under way; collective.
+    def check_beginning(self) -> None:
+        """Check that a job may begin at step 0: with `resume_from="verified"` not where it has other checkpoints.
+
+        Raises:
+            ValueError: none of its checkpoints is verified.
+            OSError: an object store did not answer.
+        """
+        if self.store is None or self._options.resume_from != "verified":
+            return
+        if found := find(self.store.directory, self._state.catalog.layout):
+            raise ValueError(
+                f"checkpoints: resume_from is 'verified', but none of the {len(found)} checkpoints in "
+                f"{self.store.directory} is: give another place, or resume from the newest, which is of step "
+                f"{step_of(max(found))}, with Checkpoints(resume_from='newest')"
+            )
+
+    def restart(self, version: int, generation: int) -> None:
+        """Resume with the members of a generation from a version: give up the checkpoint under way; collective.
 
         Some members may not know its outcome, so the next scheduled step writes a new one.
         """
         if self._membership.role != "train":
             return
         group = self._membership.trainer_group
-        answers = gather_json(group, (self._is_owed or self._write is not None, uuid.uuid4().hex[:8]))
-        self._is_owed = any(is_owed for is_owed, _ in answers)
+        is_owed, verification = self._is_owed or self._write is not None, self.verification
+        answers = gather_json(group, (is_owed, uuid.uuid4().hex[:8], verification.standing()))
+        verification.resume([each for *_, each in answers], version, generation)
+        self._is_owed = any(is_owed for is_owed, *_ in answers)
         self._attempts = (f"{answers[0][1]}{number:04x}" for number in itertools.count())
         if self._write is not None and not self._write.is_over:
             self._end_worker()  # a slow disk may keep it busy with a checkpoint that was given up
-        self._newest, self._write, self._mine = -1, None, None
+        self._newest, self._write, self._mine = None, None, None
         if self.store is not None and group.rank == 0:  # the members do not wait for the disk
             threading.Thread(target=self.store.sweep, args=[generation], name="evermoe-sweep", daemon=True).start()
 
@@ -226,7 +245,8 @@ class Checkpointer:
         self._record_published(version, path)
 
     def _record_published(self, version: int, path: Location) -> None:
-        self._newest, self._path, self._published = version, path, step_of(version)
+        self._newest, self._published = (version, path), step_of(version)
+        self.verification.add(version, path)
         self._emit(Checkpoint(step_of(version), str(path)))
 
     def lag(self, step: int) -> dict[str, int]:
@@ -245,7 +265,7 @@ class Checkpointer:
         """
         while self._write is not None and self._write.version != version:
             self.advance()
-        if self.store is None or self._newest == version:
+        if self.store is None or (self._newest is not None and self._newest[0] == version):
             return
         path = None if self._write is not None else self._find(version, self.store)
         if path is None:
@@ -255,7 +275,7 @@ class Checkpointer:
             finally:
                 self._write = None
             self._record_published(version, path)
-        self._newest, self._path = version, path
+        self._newest = version, path
 
     def save(self, version: int, path_or_name: str | Path | None, keep: int | None) -> Location:
         """Write a checkpoint of the current state, `version`, and wait for it; collective.
@@ -279,8 +299,8 @@ class Checkpointer:
             raise ValueError("session.save: this session has no place for checkpoints; give a path or a URL")
         self.finish(version)
         if where == home:
-            assert self._path is not None
-            return self._path
+            assert self._newest is not None
+            return self._newest[1]
         return self._save_elsewhere(version, where, Retention(newest=sys.maxsize if keep is None else keep))
 
     def _save_elsewhere(self, version: int, where: Location, retention: Retention) -> Location:
@@ -317,5 +337,6 @@ class Checkpointer:
     def release(self) -> None:
         """Release the store for other jobs and runs."""
         self._end_worker()
+        self.verification.close()
         if self.store is not None:
             self.store.close()

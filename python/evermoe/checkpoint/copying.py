@@ -16,6 +16,7 @@ from evermoe.checkpoint.manifest import MANIFEST, Manifest, Row, Saved, manifest
 from evermoe.checkpoint.object_store import Location, ObjectPath
 from evermoe.checkpoint.owner import Owner
 from evermoe.checkpoint.plain_files import flush, make_folder, write_tensors, write_text
+from evermoe.checkpoint.verified_mark import mark_verified, verified_at
 from evermoe.state.version import generation_of, step_of
 
 FILE_BYTES = 1 << 30
@@ -23,7 +24,7 @@ FILE_BYTES = 1 << 30
 
 
 def copy(manifest: Manifest, to: Location) -> Location | None:
-    """Copy a checkpoint and check the digest of each unit; return None if `to` already has its version.
+    """Copy a checkpoint with its mark, and check the digest of each unit; return None if `to` already has its version.
 
     Args:
         manifest: of the checkpoint.
@@ -40,9 +41,14 @@ def copy(manifest: Manifest, to: Location) -> Location | None:
         return None
     step, generation = step_of(manifest.version), generation_of(manifest.version)
     word = uuid.uuid4().hex[:8]
+    copied: Location
     if isinstance(to, ObjectPath):
-        return _to_bucket(manifest, to / f"step-{step:08d}.{generation:010d}-{word}")
-    return _to_folder(manifest, to / f"step-{step:08d}.writing-{generation:010d}-{word}")
+        copied = _to_bucket(manifest, to / f"step-{step:08d}.{generation:010d}-{word}")
+    else:
+        copied = _to_folder(manifest, to / f"step-{step:08d}.writing-{generation:010d}-{word}")
+    if (verified := verified_at(manifest.path, manifest.version)) is not None:
+        mark_verified(copied, manifest.version, verified)
+    return copied
 
 
 def _to_bucket(manifest: Manifest, draft: ObjectPath) -> ObjectPath:

@@ -62,7 +62,10 @@ def _list(folder: str, *, as_json: bool) -> int:
     print(f"{folder}: {counts}" + (f" of job {owner.job}" if owner else ""))
     for each in (*found, *saves):
         generation = generation_of(each.version)
-        print(f"  {each.path.name}  generation {generation}  {each.units} units  {each.nbytes / MB:.1f} MB")
+        sizes = f"{each.units} units  {each.nbytes / MB:.1f} MB"
+        verified = "not verified" if each.verified_at is None else f"verified at step {each.verified_at}"
+        is_save = each.path.name.startswith(SAVE)
+        print(f"  {each.path.name}  generation {generation}  {sizes}{'' if is_save else f'  {verified}'}")
     return 0
 
 

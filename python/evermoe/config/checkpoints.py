@@ -23,7 +23,8 @@ class Checkpoints(Options):
     """Seconds after which a checkpoint is written if none has begun since the previous one; 0: none. Members begin it
     at the end of the same step."""
     keep: int = option(2, shared=True, least=1, flag="keep-checkpoints")
-    """Number of the newest checkpoints that are kept."""
+    """Number of the newest checkpoints that are kept. The newest verified one is kept in addition, and one that may
+    soon be verified."""
     keep_interval: int = option(0, shared=True, least=0, flag="keep-checkpoint-interval")
     """Checkpoints of steps that are multiples of it are never deleted; 0: no such steps."""
     store_timeout: float = option(180.0, above=0)
@@ -36,6 +37,11 @@ class Checkpoints(Options):
     """Source of the optimizer's settings and of the schedule when all processes of a job start again. `job`: those with
     which it was saved; a warning names each one that the script has changed. `script`: those of the script, with its
     schedule stepped once for each step taken. Members that join a running job always take the job's."""
+
+    resume_from: Literal["newest", "verified"] = option("newest", shared=True)
+    """Source of the state when all processes of a job start again. `newest`: the newest state in the memory of the
+    nodes or among the checkpoints. `verified`: the newest checkpoint after which members have compared their state and
+    found no difference, whatever is newer. Units that a running job has lost come from verified checkpoints, too."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -18,6 +18,7 @@ from evermoe.events.member_events import (
 from evermoe.events.step_events import (
     Begin,
     Checkpoint,
+    CheckpointVerified,
     Commit,
     Confirm,
     Copy,
@@ -37,9 +38,9 @@ from evermoe.events.step_events import (
 
 # fmt: off
 __all__ = [
-    "Begin", "Checkpoint", "ChunkSent", "Commit", "Confirm", "ConnectionLost", "Copy", "CorruptionFound",
-    "CoverageChanged", "Damaged", "Event", "Gather", "GradientsLogged", "Joined", "Measured", "MemberLost", "Phase",
-    "ProtectionPlanned", "Recovered", "Reduce", "SampleSkipped", "Send", "SickNode", "Skipped", "SlowLoader",
-    "SlowMember", "SnapshotReceived", "StandsBy", "Update", "Verified", "Vote",
+    "Begin", "Checkpoint", "CheckpointVerified", "ChunkSent", "Commit", "Confirm", "ConnectionLost", "Copy",
+    "CorruptionFound", "CoverageChanged", "Damaged", "Event", "Gather", "GradientsLogged", "Joined", "Measured",
+    "MemberLost", "Phase", "ProtectionPlanned", "Recovered", "Reduce", "SampleSkipped", "Send", "SickNode", "Skipped",
+    "SlowLoader", "SlowMember", "SnapshotReceived", "StandsBy", "Update", "Verified", "Vote",
 ]
 # fmt: on

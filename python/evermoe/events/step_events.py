@@ -217,6 +217,15 @@ class Checkpoint(Event):
 
 
 @dataclass(frozen=True)
+class CheckpointVerified(Event):
+    """Members have compared all state that several of them train since a checkpoint, and found no difference."""
+
+    step: int
+    """Steps taken in the checkpoint."""
+    path: str
+
+
+@dataclass(frozen=True)
 class Verified(Event):
     """All steps are taken, and the copies of the last version were compared."""
 

@@ -89,6 +89,7 @@ class Recovery:
             self.standing,
             trains=self.target.trains,
             checkpoints=self.target.checkpoints,
+            only_verified=self.target.only_verified,
             can_begin=can_begin,
             known=known,
         )
@@ -117,10 +118,9 @@ class Recovery:
                 the same on all members.
             LostExperts: some units survive nowhere.
         """
-        self._phase = phase
-        inventories = self._inventories()
+        self._phase, inventories = phase, self._inventories()
         while True:
-            holdings = usable(inventories, self._refused)
+            holdings = usable(inventories, self._refused, only_verified=self.target.only_verified)
             plan, may_lag = self._find_version(holdings)
             self._note_reached(plan, inventories, holdings)
             standings = [inventory.standing for inventory in inventories]
@@ -139,7 +139,7 @@ class Recovery:
             if not step_of(plan.version) and any(inventory.can_begin for inventory in inventories):
                 inventories = self._begin(plan.version, inventories)
                 continue
-            self._outcome.lost_units = []
+            self._outcome.lost_units, self._outcome.equal_units = [], equal_units(inventories, plan.version)
             fetched = self._fetch(plan.version, inventories, holdings, may_lag)
             if fetched is not None:
                 self._adopt(plan.version, fetched, self._leaving(plan.version, holdings[self.group.rank]))
@@ -367,6 +367,16 @@ def _promised(
         if each.version == version(each.unit)
     }
     return {each: found[origins[each], each.unit, each.kind] for each in transfers}
+
+
+def equal_units(inventories: Sequence[Inventory], version: int) -> dict[str, int]:
+    """Return the number of members of the running job that train a unit at a version, if their bytes are equal."""
+    digests: dict[str, list[int]] = {}
+    for inventory in inventories:
+        for each in inventory.holdings if inventory.standing.established else ():
+            if each.kind == ACTIVE and each.version == version:
+                digests.setdefault(each.unit, []).append(each.digest)
+    return {unit: len(found) for unit, found in digests.items() if len(set(found)) == 1}
 
 
 def _tier(transfers: Iterable[Transfer]) -> str:

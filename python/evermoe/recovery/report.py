@@ -25,6 +25,8 @@ class Outcome:
     trained: int = 0
     """Steps that the member which was furthest had taken, committed or not."""
     placement: LayerPlacements = field(default_factory=dict)
+    equal_units: dict[str, int] = field(default_factory=dict)
+    """Members of the running job that trained a unit at `version`, by unit, where all have equal bytes of it."""
     fetched_bytes: int = 0
     """Received from peers, read from this node's memory or from disk."""
     late_bytes: int = 0

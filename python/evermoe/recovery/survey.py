@@ -12,14 +12,13 @@ import numpy as np
 from torch import Tensor
 
 from evermoe._native import digest
-from evermoe.checkpoint.checkpoint_store import find_manifests
-from evermoe.checkpoint.manifest import CHECKPOINT, SAVE, Manifest, Saved
-from evermoe.checkpoint.object_store import LOOK_SECONDS, Location, hurried
+from evermoe.checkpoint.manifest import CHECKPOINT, SAVE, Saved
+from evermoe.checkpoint.object_store import Location
 from evermoe.comm.group import Group
 from evermoe.errors import CorruptCopy, PeerLost
 from evermoe.planning.recovery import Lagging, usable_holdings
-from evermoe.process.warn import warn
 from evermoe.recovery.early_survey import GROUP_BYTES
+from evermoe.recovery.on_disk import find_usable
 from evermoe.state.stored import AwaitedUnit, RetainedUnit, StoredUnit, lent, read_stored
 from evermoe.state.training_state import TrainingState
 from evermoe.state.unit import SESSION, Unit, digests_of
@@ -203,6 +202,7 @@ class Survey:
         standing: of this member.
         trains: False on a replica node, which holds nothing actively.
         checkpoints: where they are, if anywhere.
+        only_verified: whether only verified ones count.
         can_begin: whether a deferred model that has taken no step counts as holding all units, as it can make them.
         known: digests of units as they are, by name; others are computed.
     """
@@ -215,6 +215,7 @@ class Survey:
         *,
         trains: bool,
         checkpoints: Location | None,
+        only_verified: bool = False,
         can_begin: bool,
         known: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
@@ -231,7 +232,9 @@ class Survey:
         retained = ((each, SNAPSHOT) for each in state.retained.stored(standing.version))
         # Where experts always may lag, their newest versions may be in different saves and checkpoints.
         lags = standing.lagging == "always"
-        manifests = _find(checkpoints, state, standing, (CHECKPOINT, SAVE) if lags else (CHECKPOINT,))
+        kinds = (CHECKPOINT, SAVE) if lags else (CHECKPOINT,)
+        is_member, layout = standing.established, state.catalog.layout
+        manifests = find_usable(checkpoints, layout, kinds, is_member=is_member, only_verified=only_verified)
         every = (saved for manifest in manifests * lags for saved in manifest.saved)
         persisted = {(each.unit, each.version, each.digest): each for each in every}
         for found, kind in (*stored, *retained, *((each, PERSISTED) for each in persisted.values())):
@@ -314,30 +317,22 @@ def fits(found: StoredUnit, kind: str, unit: Unit) -> bool:
     return kind != SNAPSHOT or unit.nbytes == len(found.data)
 
 
-def _find(where: Location | None, state: TrainingState, standing: Standing, kinds: Collection[str]) -> list[Manifest]:
-    """Return the checkpoints and saves. A member that has state of the job ignores them while they are away.
+def usable(
+    inventories: Sequence[Inventory], refused: Collection[tuple[int, Holding]], *, only_verified: bool = False
+) -> list[list[Holding]]:
+    """The holdings of each rank that count (see `planning.usable_holdings`), without those that were `refused`.
 
-    Raises:
-        OSError: they are away, and this member may depend on them.
+    With `only_verified`, those that an earlier start of the job has left in memory or in saves do not count.
     """
-    if where is None:
-        return []
-    try:
-        where = hurried(where, LOOK_SECONDS) if standing.established else where
-        return find_manifests(where, state.catalog.layout, kinds)
-    except OSError as error:
-        if not standing.established:
-            raise
-        warn(f"this recovery does without checkpoints: {error.strerror or error}")
-        return []
-
-
-def usable(inventories: Sequence[Inventory], refused: Collection[tuple[int, Holding]]) -> list[list[Holding]]:
-    """The holdings of each rank that count (see `planning.usable_holdings`), without those that were `refused`."""
     standings = [(inventory.standing.established, inventory.standing.saw_progress) for inventory in inventories]
     found = usable_holdings(standings, [inventory.holdings for inventory in inventories])
+    only_active = only_verified and not any(inventory.standing.established for inventory in inventories)
     return [
-        [holding for holding in map(Holding._make, held) if (rank, holding) not in refused]
+        [
+            holding
+            for holding in map(Holding._make, held)
+            if (rank, holding) not in refused and (holding.kind == ACTIVE or not only_active)
+        ]
         for rank, held in enumerate(found)
     ]
 

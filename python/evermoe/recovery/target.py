@@ -42,6 +42,11 @@ class Target(Protocol):
         return None
 
     @property
+    def only_verified(self) -> bool:
+        """Whether only verified checkpoints count, and a job that starts again ignores what is left in memory."""
+        return False
+
+    @property
     def has_late_state(self) -> bool:
         """Whether members wait in their votes for optimizer state that `TrainingState.late` brings."""
         return False
@@ -97,6 +102,7 @@ class ExpertTarget:
         options: slots, replicas and policy.
         checkpoints: where they are; None for nowhere.
         spread: as of `place_layers`.
+        only_verified: as of a `Target`.
     """
 
     def __init__(
@@ -107,11 +113,13 @@ class ExpertTarget:
         options: Placement,
         checkpoints: Location | None,
         spread: Sequence[str] | None = None,
+        *,
+        only_verified: bool = False,
     ) -> None:
         self._spread = nodes if spread is None else spread
         self._state, self._group, self._nodes, self._options = state, group, nodes, options
         self.trains = group.rank < len(nodes)
-        self.checkpoints = checkpoints
+        self.checkpoints, self.only_verified = checkpoints, only_verified
 
     has_late_state = True
 

@@ -23,7 +23,7 @@ from evermoe.comm.gather import gather_json
 from evermoe.comm.membership import MembershipManager
 from evermoe.session.check_budget import CheckBudget
 from evermoe.session.finding import Finding
-from evermoe.state.rotation import Entry, Rotation, Slice
+from evermoe.state.rotation import Entry, Rotation, Round, Slice
 from evermoe.state.same_everywhere import LAST_STEP
 from evermoe.state.training_state import TrainingState
 from evermoe.state.unit import LOOP_UNITS, digests_of
@@ -43,6 +43,8 @@ class SharedUnits(NamedTuple):
     state: Rotation
     gradients: Rotation
     """Empty where they are not compared: where a rank owns a unit, the others drop its gradients."""
+    round: Round
+    """Bytes that were compared in the current turn of `state`."""
 
     @property
     def nbytes(self) -> int:
@@ -61,6 +63,11 @@ class Part(NamedTuple):
     def units(self) -> set[str]:
         """Names of its units."""
         return {each.entry.unit for each in (*self.of_state, *self.of_gradients)}
+
+    @property
+    def state_nbytes(self) -> int:
+        """Bytes of the state in it."""
+        return sum((each.stop - each.start) * each.entry.itemsize for each in self.of_state)
 
 
 class DigestChecks:
@@ -81,17 +88,44 @@ class DigestChecks:
         """Numbers that this member adds to the vote."""
         self._window: list[Part] = []
         """Parts that are compared in this step, by slot."""
+        self._verified: dict[tuple[int, ...], int] = {}
+        """By holders: the step in which the latest complete turn of their state began."""
         self._at = 0
         """The first of the sets of holders that compare next."""
         self._since = time.monotonic()
 
     def plan(self) -> None:
         """Begin a new pass, with the current members and placement; the same on all that train."""
-        self._window, self._at, self._budget = [], 0, CheckBudget()
+        self._window, self._at, self._budget, self._verified = [], 0, CheckBudget(), {}
         self._since = time.monotonic()
         ranks = self._membership.num_trainers
         is_compared = ranks > 1 and self._membership.role == "train"
         self._shared = shared_units(self._state, ranks, with_gradients=self._compares_gradients) if is_compared else []
+
+    @property
+    def is_comparing(self) -> bool:
+        """Whether members compare anything in their votes."""
+        return bool(self._shared)
+
+    def are_all_in(self, holders: Mapping[str, int]) -> bool:
+        """Return whether all that is compared is in these units, each with all its holders.
+
+        Args:
+            holders: number of members that have equal bytes of a unit.
+        """
+        return all(
+            holders.get(entry.unit) == len(each.holders) for each in self._shared for entry in each.state.entries
+        )
+
+    @property
+    def verified_through(self) -> int | None:
+        """Steps taken in the newest state that all its holders are known to have had equal; None if none is known.
+
+        Nothing has differed since `plan`, and each part was equal in a vote on a later step: by then a checkpoint of
+        this state was copied from it.
+        """
+        is_complete = self._shared and len(self._verified) == len(self._shared)
+        return min(self._verified.values()) - 1 if is_complete else None
 
     # ---- a vote
 
@@ -101,6 +135,8 @@ class DigestChecks:
         seconds, self._since = now - self._since, now
         self.numbers = mine = [0.0] * NUMBERS
         mine[-1] = seconds
+        for part in self._window:  # of a vote that has not passed
+            self._record(step, part, holders=0)
         self._window = []
         if not self._shared or step <= LAST_STEP or not self._budget.is_due(step):
             return
@@ -141,15 +177,32 @@ class DigestChecks:
 
     # ---- the result
 
-    def find(self, sums: Sequence[float]) -> Finding | None:
+    def find(self, step: int, sums: Sequence[float]) -> Finding | None:
         """Return what differs among the members by the sums of their `numbers`; collective if something does.
+
+        Args:
+            step: that all members have voted for.
+            sums: of the members' `numbers`.
 
         Raises:
             PeerLost: a member is lost.
         """
         differing = [place for place in range(SLOTS) if differ(sums[place * FIELDS : (place + 1) * FIELDS])]
         self._budget.after(sums[-2], sums[-1])
-        return self._compare(differing) if differing else None
+        if differing:
+            return self._compare(differing)
+        for place, part in enumerate(self._window):
+            self._record(step, part, holders=int(sums[place * FIELDS]))
+        self._window = []
+        return None
+
+    def _record(self, step: int, part: Part, holders: int) -> None:
+        """Record that this number of its holders have compared a part, and that they have equal bytes."""
+        shared = part.shared
+        if holders == len(shared.holders):
+            shared.round.compared(step, part.state_nbytes)
+        if shared.state.is_at_start and (began := shared.round.end()) is not None:
+            self._verified[shared.holders] = began
 
     def _compare(self, places: Sequence[int]) -> Finding:
         """Compare digests of each unit's state and gradients in some slots; collective."""
@@ -193,7 +246,10 @@ def shared_units(state: TrainingState, ranks: int, *, with_gradients: bool) -> l
                 of_state.append(entry)
             if with_gradients and not is_owned and spec.name == parameter:
                 of_gradients.append(entry)
-    found = [SharedUnits(holders, *map(Rotation, entries[holders])) for holders in sorted(entries)]
+    found = []
+    for holders in sorted(entries):
+        states, gradients = map(Rotation, entries[holders])
+        found.append(SharedUnits(holders, states, gradients, Round(states.nbytes)))
     return [each for each in found if each.nbytes]
 
 

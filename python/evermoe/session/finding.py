@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
 from evermoe.comm.membership import MembershipManager
@@ -54,10 +54,13 @@ class Refusals:
         membership: the members.
         policy: reaction.
         emit: listener of the session.
+        advice: returns a sentence about what to resume from, for the error that stops the job.
     """
 
-    def __init__(self, membership: MembershipManager, policy: OnCorruption, emit: Listener) -> None:
-        self._membership, self._policy, self._emit = membership, policy, emit
+    def __init__(
+        self, membership: MembershipManager, policy: OnCorruption, emit: Listener, advice: Callable[[], str]
+    ) -> None:
+        self._membership, self._policy, self._emit, self._advice = membership, policy, emit, advice
         self._last: tuple[int, list[str]] | None = None
         """The latest step that was refused as members hold other bits, and the ids of those that were named."""
         self._times: dict[Kind, Counter[str]] = {"state": Counter(), "call": Counter()}
@@ -93,7 +96,8 @@ class Refusals:
         if action == "evict":
             self._quarantine(ranks, message)
         if action == "stop" or (action == "evict" and rank in ranks):
-            raise CorruptState(message, step, finding.units, ranks)
+            advice = self._advice() if action == "stop" else ""
+            raise CorruptState(f"{message}{advice}", step, finding.units, ranks)
         raise PeerLost(message)
 
     def _quarantine(self, ranks: Sequence[int], why: str) -> None:

@@ -57,7 +57,7 @@ class Saving:
         Raises:
             PeerLost: a member is lost.
         """
-        self.checkpointer.restart(generation)
+        self.checkpointer.restart(version, generation)
         if self.saver is not None:
             self._drop(*self.saver.restart(version))
 

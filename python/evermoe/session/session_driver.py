@@ -328,7 +328,7 @@ class SessionDriver(RecoveryDriver):
                     f"{failed}. Make room; a job with a name that is started again resumes from its shared memory"
                 ) from failed
         recovery = self._recovery(version, established=True, saw_progress=True)
-        self.compare_copies(recovery, "replicas or copies")
+        self._checks.finished(self.compare_copies(recovery, "replicas or copies"), self._step)
         self._membership.everyone.all_reduce(torch.ones(1))
         return {"event": "parted"}
 

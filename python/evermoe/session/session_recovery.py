@@ -116,6 +116,7 @@ class RecoveryDriver(TrainingDriver):
             self._membership,
             self._protection.replicas,
             self._config.membership.on_corruption,
+            self.saving.checkpointer.verification,
             compares_gradients=self._config.on_gradients is None,
             emit=self._emit,
         )
@@ -219,6 +220,7 @@ class RecoveryDriver(TrainingDriver):
         Raises:
             UnequalForwards: members' scripts differ in what they do in a step, or between steps.
             FolderInUse: another run of the job uses its memory folder or checkpoint folder.
+            ValueError: the job would begin at step 0, as none of its checkpoints is verified.
         """
         self.run.meet()
         self._calls.check(self._membership.everyone)
@@ -233,6 +235,7 @@ class RecoveryDriver(TrainingDriver):
         self._missing.look()
         recovery = self._recovery(version, established=established, saw_progress=saw_progress, known=known)
         self._forget_step()
+        self.saving.checkpointer.verification.begin_recovery()
         try:
             history.outcome = recovery.run(history.clock.enter)
         except UnitsMissing:
@@ -241,6 +244,9 @@ class RecoveryDriver(TrainingDriver):
         except LostExperts as lost:
             self._unrecoverable = self._missing.explained(lost)
             return {"event": "unrecoverable"}
+        self._checks.recovered(history.outcome.equal_units)
+        if not established and not step_of(history.outcome.version):
+            self.saving.checkpointer.check_beginning()
         if self._trains:
             progress: dict[str, Any] = self._state.loop.load()
             self.results = StepResults.taken_from(progress)
@@ -321,7 +327,15 @@ class RecoveryDriver(TrainingDriver):
         )
         nodes, spread = _places(self._membership, self._config.copies.replication)
         where = find_location(self._config.checkpoints)
-        target = ExpertTarget(self._state, membership.everyone, nodes, self._config.placement, where, spread)
+        target = ExpertTarget(
+            self._state,
+            membership.everyone,
+            nodes,
+            self._config.placement,
+            where,
+            spread,
+            only_verified=self._config.checkpoints.resume_from == "verified",
+        )
         return Recovery(self._state, self._protection.stored(), membership.everyone, target, standing, known or {})
 
 

@@ -192,8 +192,8 @@ class TrainingDriver(Driver):
         """Report a step that no failure covered by the preset can undo."""
         self.history.commit(step)
 
-    def compare_copies(self, recovery: Recovery, what: str) -> None:
-        """Compare all units and copies by digest; collective.
+    def compare_copies(self, recovery: Recovery, what: str) -> list[str]:
+        """Compare all units and copies by digest, and return the units that differ; collective.
 
         Args:
             recovery: of the state's version.
@@ -203,3 +203,4 @@ class TrainingDriver(Driver):
         if differing:
             warn(f"{what} differ at step {self._step}: {', '.join(differing[:8])}")
         self._emit(Verified(checked, len(differing), differing))
+        return differing

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import nn
 
+from evermoe.checkpoint.verification import Verification
 from evermoe.comm.membership import MembershipManager
 from evermoe.config.membership import OnCorruption
 from evermoe.copies.replay.replicas import Replicas
@@ -27,6 +28,7 @@ class VoteChecks:
         membership: the members.
         replicas: that this member keeps for others.
         policy: reaction to a difference; `ignore`: nothing is checked.
+        verification: finds out which checkpoints are verified.
         compares_gradients: whether members have equal gradients at the vote; code of the script may change them.
         emit: listener of the session.
     """
@@ -38,6 +40,7 @@ class VoteChecks:
         membership: MembershipManager,
         replicas: Replicas,
         policy: OnCorruption,
+        verification: Verification,
         *,
         compares_gradients: bool,
         emit: Listener,
@@ -47,7 +50,8 @@ class VoteChecks:
         self._calls = CallChecks(model, state, membership)
         self._copies = CopyChecks(state, membership, replicas)
         replicas.keeps_disputes = self._is_on
-        self._refusals = Refusals(membership, policy, emit)
+        self._refusals = Refusals(membership, policy, emit, verification.advice)
+        self._verification = verification
 
     @property
     def numbers(self) -> list[float]:
@@ -59,6 +63,17 @@ class VoteChecks:
         if self._is_on:
             self._calls.plan()
             self._digests.plan()
+            self._verification.compare(is_comparing=self._digests.is_comparing)
+
+    def recovered(self, trainers: Mapping[str, int]) -> None:
+        """Record the units that a recovery has found equal, and the number of members that train each."""
+        if self._digests.is_comparing and self._digests.are_all_in(trainers):
+            self._verification.compared()
+
+    def finished(self, differing: Sequence[str], step: int) -> None:
+        """Record the units that differ among members in the comparison at the end of a job, after `step` steps."""
+        if self._digests.is_comparing and not differing:
+            self._verification.advance(step, step, is_last=True)
 
     def end(self) -> None:
         """Leave the script's modules as they were."""
@@ -91,12 +106,14 @@ class VoteChecks:
         end = call_checks.NUMBERS + copy_checks.NUMBERS
         of_calls, of_copies, of_digests = sums[: call_checks.NUMBERS], sums[call_checks.NUMBERS : end], sums[end:]
         assert len(of_digests) == digest_checks.NUMBERS
-        for finding in (self._digests.find(of_digests), self._calls.find(of_calls, of_digests[-1])):
+        for finding in (self._digests.find(step, of_digests), self._calls.find(of_calls, of_digests[-1])):
             if finding is not None:
                 try:
                     self._refusals.refuse(step, finding)
                 finally:
                     self._calls.is_off |= self._refusals.doubts_calls
         if (finding := self._copies.find(of_copies)) is not None:
+            self._verification.doubt()
             self._refusals.refuse(step, finding)
             self._copies.end()
+        self._verification.advance(self._digests.verified_through, step)

@@ -19,7 +19,14 @@ GROUPS = [Membership, Placement, Checkpoints, *BY_NAME.values()]
 GIVEN = [
     Membership(job="j", members=3, role="spare", allow_solo_resume=True, hang_timeout=1.5, on_lost="echo"),
     Placement(expert_slots=2, policy="safest", failures=2),
-    Checkpoints("s3://bucket/run", interval=3, keep_interval=9, upload_limit=1e6, resume_settings="script"),
+    Checkpoints(
+        "s3://bucket/run",
+        interval=3,
+        keep_interval=9,
+        upload_limit=1e6,
+        resume_settings="script",
+        resume_from="verified",
+    ),
     Auto(replica_device="cuda:1", gradient_bucket_bytes=0, snapshot_memory="gpu"),
     Gemini(copy_pacing="blocking", window_share=0.5),
     Pec(experts_per_save=2, expert_selection="sequential"),

@@ -10,11 +10,12 @@ import torch
 
 from evermoe import load_weights
 from evermoe.checkpoint.attempts import Attempts, Cleaner
-from evermoe.checkpoint.checkpoint_store import find, prune, stored
+from evermoe.checkpoint.checkpoint_store import find, newest_verified, prune, stored
 from evermoe.checkpoint.copying import copy
 from evermoe.checkpoint.manifest import read_manifest, read_units
 from evermoe.checkpoint.owner import Owner
 from evermoe.checkpoint.retention import Retention
+from evermoe.checkpoint.verified_mark import MARK, mark_verified
 from evermoe.errors import CorruptCopy, FolderInUse, PersistFailed
 from evermoe.process.run_claim import Run
 from support.models import make
@@ -222,6 +223,29 @@ def test_a_list_has_the_size_of_all_files(spot):
     files = {name: size for name, size in spot.files().items() if name.startswith(path.name)}
     assert found.nbytes == sum(size for name, size in files.items() if not name.endswith("begun.json"))
     assert (found.step, found.units) == (1, len(model().catalog.units))
+
+
+def test_the_newest_verified_checkpoint_stays_and_is_copied_as_verified(spot, tmp_path):
+    writer = Writer(spot, retention=Retention(1))
+    paths = {1: writer.write(1)}
+    mark_verified(paths[1], 3 << 40 | 1, 9)
+    for step in (2, 3):
+        paths[step] = writer.write(step)
+    assert [(each.step, each.verified_at) for each in stored(spot.locate())] == [(1, 9), (3, None)]
+    assert newest_verified(spot.locate()) == (3 << 40 | 1, paths[1])
+    assert copy(read_manifest(paths[1]), tmp_path / "copied") is not None
+    assert [each.verified_at for each in stored(tmp_path / "copied")] == [9]
+    writer.store.awaited = {3 << 40 | 3}
+    paths[4] = writer.write(4)
+    assert all_whole(spot) == [4, 3, 1]
+    mark_verified(paths[3], 3 << 40 | 3, 10)
+    writer.store.remove_superseded(paths[3], 3 << 40 | 3)
+    assert all_whole(spot) == [4, 3]
+    writer.close()
+    assert list(prune(spot.locate(), Retention(1))) == []
+    spot.write(f"{paths[3].name}/{MARK}", b'{"version": 7, "step": 10}')  # of another version
+    assert list(prune(spot.locate(), Retention(1))) == [paths[3]]
+    assert newest_verified(spot.locate()) is None
 
 
 # ---- what only an object store has
