@@ -239,7 +239,7 @@ class Replica(AbstractContextManager["Replica"]):
     @property
     def dispute(self) -> Dispute | None:
         """The first state that differs from the trainer's, if there is one."""
-        return next(iter(self._repeater.disputes.values()), None)
+        return next(iter([*self._repeater.disputes.values()]), None)
 
     def end_disputes(self) -> None:
         """Take the trainer's word: each unit in dispute waits for its full state."""

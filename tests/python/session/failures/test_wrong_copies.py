@@ -46,6 +46,19 @@ def test_the_one_that_is_wrong_leaves_if_that_is_the_policy(start_job, where):
         assert (recovered["steps_lost"], recovered["lost_units"], recovered["stale"]) == (0, [], {})
 
 
+@pytest.mark.parametrize(("policy", "codes"), [("repair", [0, 0, 0]), ("evict", [0, 0, 1])])
+def test_a_replica_node_that_repeats_wrongly_is_named(start_job, policy, codes):
+    job = start_job(2, preset="auto", **FEWEST, rebalance_interval=0, join_interval=1000, on_corruption=policy)
+    y = job.start("y", session={"role": "replica"}, steps=STEPS, wrong="repeats")
+    y.wait_for("phase", phase="agree")
+    a, b = [job.start(name, steps=STEPS) for name in "ab"]
+    assert [each.join(PATIENCE) for each in (a, b, y)] == codes
+    for each in (a, b, y):
+        assert (["y"], policy) in found_by(each)
+        assert all(nodes in ([], ["y"]) for nodes, _ in found_by(each))
+    assert a.events("commit")[-1]["step"] == STEPS - 1
+
+
 @pytest.mark.parametrize("where", ["optimizer", "repeats"])
 def test_of_two_neither_is_named(start_job, where):
     workers = start(start_job, "ab", where)
