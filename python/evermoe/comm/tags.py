@@ -20,6 +20,10 @@ SAVE = 9
 """Progress of a save of some units; as `CHECKPOINT`, which may be under way at the same time."""
 PROBE = 10
 """Messages whose time shows how fast the network of a host is."""
+CALL = 11
+"""A call of a member that another one repeats; sent by `Group.exchange`."""
+DISPUTE = 12
+"""Steps of a replica that another member repeats; sent by `Group.exchange`."""
 SNAPSHOT_FIRST = 16
 """First tag of snapshots: from here on, each bundle has `SNAPSHOT_EACH` tags."""
 SNAPSHOT_EACH = 4096

@@ -66,9 +66,14 @@ def bounds(length: int, rank: int, size: int, proportions: Sequence[float] | Non
 
         >>> [bounds(8, rank, 3) for rank in range(3)], [bounds(8, rank, 3, [1, 0.5, 1]) for rank in range(3)]
         ([(0, 2), (2, 5), (5, 8)], [(0, 3), (3, 5), (5, 8)])
+
+    Raises:
+        ValueError: the number of proportions is not that of the members.
     """
     if proportions is None:
         return length * rank // size, length * (rank + 1) // size
+    if len(proportions) != size:
+        raise ValueError(f"proportions: expected one for each of {size} members, got {len(proportions)}")
     total = sum(proportions)
     start, stop = (round(length * sum(proportions[:end]) / total) for end in (rank, rank + 1))
     return start, stop

@@ -20,6 +20,7 @@ from torch import nn
 
 from evermoe.comm.gather import gather_json
 from evermoe.comm.membership import MembershipManager
+from evermoe.comm.tags import CALL
 from evermoe.moe.module_paths import named_parts
 from evermoe.process.warn import warn
 from evermoe.session.finding import Finding
@@ -36,8 +37,6 @@ NUMBERS = 3
 """Numbers of a vote: whether results differ, seconds of this member, and whether it wants no more repeated calls."""
 UNREPEATABLE = (RuntimeError, TypeError, ValueError, AttributeError)
 """Errors of calls that cannot be sent or repeated: a check must not end the job."""
-CALL_TAG = 0xCA11
-"""Of messages between two members."""
 
 
 class CallChecks:
@@ -122,15 +121,15 @@ class CallChecks:
         group = self._membership.trainer_group
         if group.rank == self._ranks[0]:
             data = self._message()
-            group.exchange([(torch.tensor([len(data)]), rank)], [], CALL_TAG)
+            group.exchange([(torch.tensor([len(data)]), rank)], [], CALL)
             if data:
-                group.exchange([(torch.frombuffer(bytearray(data), dtype=torch.uint8), rank)], [], CALL_TAG)
+                group.exchange([(torch.frombuffer(bytearray(data), dtype=torch.uint8), rank)], [], CALL)
         elif group.rank == rank:
             size = torch.zeros(1, dtype=torch.int64)
-            group.exchange([], [(size, self._ranks[0])], CALL_TAG)
+            group.exchange([], [(size, self._ranks[0])], CALL)
             if int(size):
                 message = torch.empty(int(size), dtype=torch.uint8)
-                group.exchange([], [(message, self._ranks[0])], CALL_TAG)
+                group.exchange([], [(message, self._ranks[0])], CALL)
                 return self._repeat(message.numpy().tobytes())
         return []
 

@@ -11,21 +11,22 @@ had the same state before the batch. Where it is not, nobody can say when they p
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 
 import torch
 
 from evermoe.comm.gather import gather_json, share_json
 from evermoe.comm.membership import MembershipManager
+from evermoe.comm.tags import DISPUTE
 from evermoe.copies.replay.dispute import Dispute, repeat_batch
 from evermoe.copies.replay.replicas import Replicas
+from evermoe.session.call_checks import UNREPEATABLE
 from evermoe.session.finding import Finding
 from evermoe.session.recorded_call import from_bytes, to_bytes
 from evermoe.state.training_state import TrainingState
 
 NUMBERS = 1
 """Numbers of a vote: members that keep a copy in dispute."""
-DISPUTE_TAG = 0xD15B
-"""Of messages between two members."""
 
 
 class CopyChecks:
@@ -71,20 +72,21 @@ class CopyChecks:
         everyone, found = self._membership.everyone, None
         if dispute is not None and dispute.batch is not None:
             data = torch.frombuffer(bytearray(to_bytes(dispute.batch.record())), dtype=torch.uint8)
-            everyone.exchange([(torch.tensor([len(data)]), rank), (data, rank)], [], DISPUTE_TAG)
+            everyone.exchange([(torch.tensor([len(data)]), rank), (data, rank)], [], DISPUTE)
         elif everyone.rank == rank:
             size = torch.zeros(1, dtype=torch.int64)
-            everyone.exchange([], [(size, keeper)], DISPUTE_TAG)
+            everyone.exchange([], [(size, keeper)], DISPUTE)
             message = torch.empty(int(size), dtype=torch.uint8)
-            everyone.exchange([], [(message, keeper)], DISPUTE_TAG)
-            record = from_bytes(message.numpy().tobytes(), torch.device("cpu"))
-            found = repeat_batch(self._state.catalog.by_name[unit], part, record)
+            everyone.exchange([], [(message, keeper)], DISPUTE)
+            with suppress(*UNREPEATABLE):  # a check must not end the job
+                record = from_bytes(message.numpy().tobytes(), torch.device("cpu"))
+                found = repeat_batch(self._state.catalog.by_name[unit], part, record)
         repeated: int | None = share_json(everyone, found, rank)
         return repeated
 
-    def end(self) -> None:
-        """Let the copies in dispute on this member take the trainers' states."""
-        self._replicas.end_disputes()
+    def end(self, leaving: Sequence[int] = ()) -> None:
+        """Let the copies in dispute on this member take the trainers' states, but not of ranks that leave as wrong."""
+        self._replicas.end_disputes(leaving)
 
 
 def _about(trainer: int, dispute: Dispute) -> list[object]:

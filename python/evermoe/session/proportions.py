@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +14,19 @@ LEAST = 0.25
 """Smallest part of a member, of an even one: fewer samples hardly make it faster."""
 STEP = 0.5
 """Factor by which a part shrinks at a time, at most; and grows, by its inverse."""
+
+
+def check(sampler: object) -> None:
+    """Check that a sampler can divide a batch into parts of other sizes.
+
+    Raises:
+        ValueError: it cannot.
+    """
+    if not hasattr(sampler, "proportions"):
+        raise ValueError(
+            f"on_slow='shift' needs a sampler with `proportions`, such as ElasticSampler or ElasticLoader; got a "
+            f"{type(sampler).__name__}, so use 'warn' or 'evict'"
+        )
 
 
 class Proportions:
@@ -29,12 +43,8 @@ class Proportions:
     """
 
     def __init__(self, sampler: object) -> None:
-        if not hasattr(sampler, "proportions"):
-            raise ValueError(
-                f"on_slow='shift' needs a sampler with `proportions`, such as ElasticSampler or ElasticLoader; got a "
-                f"{type(sampler).__name__}, so use 'warn' or 'evict'"
-            )
-        self._sampler = sampler
+        check(sampler)
+        self._sampler: Any = sampler
         self.of_even: list[float] = []
         """Part of each member, by rank, of an even one; empty: all are even."""
 

@@ -43,7 +43,7 @@ from evermoe.planning.presets import PresetName
 from evermoe.planning.windows import Windows
 from evermoe.presets import PresetOptions
 from evermoe.process.memory_folder import DEFAULT, job_folder, node_name
-from evermoe.session import ended_jobs
+from evermoe.session import ended_jobs, proportions
 from evermoe.session.between_steps import BetweenSteps, check_open
 from evermoe.session.buckets import needs_background
 from evermoe.session.loader_watch import LoaderWatch
@@ -165,6 +165,8 @@ class Session(BetweenSteps):
         together, schedule = as_one(optimizer), as_one_schedule(scheduler)
         script = TrainingInputs(model, together, data, schedule, LossScale(scaler), config.stateful or {})
         script.check(trains=joining.trains)
+        if joining.on_slow == "shift" and joining.trains:
+            proportions.check(data)
         script.claim(self)
         deferral = find_deferral(model, together, weights)
         is_sharded, choices = bool(config.shard_optimizer), config.copies.choices

@@ -137,6 +137,7 @@ class RecoveryDriver(TrainingDriver):
     def leave(self) -> None:
         """Release the checkpoint folder, and leave gradients to the script."""
         self.health.close()
+        self._measures.slow_members.end()
         self._standby.end()
         self._early.drop()
         self._checks.end()

@@ -97,9 +97,15 @@ class SlowMembers:
         """Judge only the steps that follow: a recovery has ended."""
         self._own_time.restart()
         self._judge_anew()
+        self.end()
+        if self._parts is not None:  # newcomers do not know who was slow, and all must divide a batch the same way
+            self.slow = {}
+        self.slow = {member: found for member, found in self.slow.items() if member in self._membership.members}
+
+    def end(self) -> None:
+        """Leave the script's sampler as it was."""
         if self._parts is not None:
             self._parts.reset()
-        self.slow = {member: found for member, found in self.slow.items() if member in self._membership.members}
 
     def _judge_anew(self) -> None:
         self._rows.clear()
@@ -206,7 +212,7 @@ class SlowMembers:
         if not self._trains:
             return None
         work_R = np.zeros(self._membership.num_trainers)
-        for load_E, layer in zip(self._state.expert_load.latest_LE, self._state.layers.values(), strict=True):
+        for load_E, layer in zip(self._state.expert_load.counts(), self._state.layers.values(), strict=True):
             matrix_RE = np.asarray(layer.matrix_RE, np.float64)
             work_R += matrix_RE @ (load_E[: layer.num_experts] / np.maximum(matrix_RE.sum(0), 1))
         return work_R if work_R.min(initial=1) > 0 and self._state.layers else None

@@ -10,6 +10,7 @@ from evermoe.checkpoint.verification import Verification
 from evermoe.comm.membership import MembershipManager
 from evermoe.config.membership import OnCorruption
 from evermoe.copies.replay.replicas import Replicas
+from evermoe.errors import PeerLost
 from evermoe.events.base_event import Listener
 from evermoe.session import call_checks, copy_checks, digest_checks
 from evermoe.session.call_checks import CallChecks
@@ -114,6 +115,10 @@ class VoteChecks:
                     self._calls.is_off |= self._refusals.doubts_calls
         if (finding := self._copies.find(of_copies)) is not None:
             self._verification.doubt()
-            self._refusals.refuse(step, finding)
+            try:
+                self._refusals.refuse(step, finding)
+            except PeerLost:  # those that are named leave
+                self._copies.end(finding.ranks)
+                raise
             self._copies.end()
         self._verification.advance(self._digests.verified_through, step)

@@ -7,6 +7,7 @@ import torch
 
 import evermoe
 from evermoe.copies.replay.calibrate import Arithmetic, calibrate, powers
+from evermoe.errors import NotReplayable
 from evermoe.ops.cache import has_cuda_kernels
 from support.floats import same_bits
 
@@ -202,3 +203,16 @@ def test_arithmetic_is_found_on_cuda(variant):
     assert calibrate(optimizer) == Arithmetic("adamw", f"torch_cuda_{variant}")
     assert calibrate(evermoe.optim.AdamW(parameters("cuda"))) == Arithmetic("adamw", "evermoe")
     assert calibrate(evermoe.optim.SGD(parameters("cuda"), momentum=0.9)) == Arithmetic("sgd", "evermoe")
+
+
+def test_an_optimizer_whose_processor_flushes_subnormals_cannot_be_repeated():
+    """A replica keeps them; the trainer's digests would show it one day, when moments have become small."""
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(40))], fused=True)
+    calibrate(optimizer)
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor has no such mode")
+    try:
+        with pytest.raises(NotReplayable):
+            calibrate(optimizer)
+    finally:
+        torch.set_flush_denormal(False)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from evermoe import optim
+from evermoe._native import digest
 from evermoe.copies.replay import part
 from evermoe.copies.replay.dispute import repeat_batch
 from evermoe.copies.replay.part import sum_of_words
@@ -55,6 +56,16 @@ class Pair:
         for index in range(UNITS):
             self.find(index)
         return [each.unit for each in self.replica.take_damages()]
+
+    def differ(self):
+        """The dispute after a comparison of all states, in which none is read."""
+        for message in self.sender.proofs(self.taken):
+            self.receive(message)
+        for index, each in enumerate(self.replica._parts):
+            with each.lock:
+                while self.replica._repeater.apply_locked(index, self.taken):
+                    pass
+        return self.replica.dispute
 
     def find(self, index):
         """Whether there is the trainer's state of a unit."""
@@ -144,10 +155,11 @@ def test_proofs_take_turns_and_reach_every_unit(pair):
 
 @pytest.mark.parametrize("wrong", ["trainer", "copy"])
 @pytest.mark.parametrize("steps", [1, BATCH_STEPS])
-def test_a_third_repeats_the_steps_since_both_had_the_same_state(wrong, steps, monkeypatch):
+@pytest.mark.parametrize("ends", ["verdict", "recovery", "trusted"])
+def test_a_third_repeats_the_steps_since_both_had_the_same_state(wrong, steps, ends, monkeypatch):
     pair = Pair(keeps_disputes=True)
     with pair.replica:
-        for _ in range(STEPS):
+        for _ in range(BATCH_STEPS):  # no more: the replica's thread repeats none of them
             pair.step()
         assert pair.prove() == []
         if wrong == "copy":
@@ -156,18 +168,24 @@ def test_a_third_repeats_the_steps_since_both_had_the_same_state(wrong, steps, m
             pair.step()
         if wrong == "trainer":
             pair.p.data[0, 5] += 1e-3
-        assert pair.prove() == [], "the state stays in use"
-        dispute = pair.replica.dispute
+        dispute = pair.differ()
         assert (dispute.unit, dispute.part, dispute.step) == ("unit0", "unit0/weights", pair.taken)
         assert dispute.own != dispute.of_trainer
         monkeypatch.undo()
         record = from_bytes(to_bytes(dispute.batch.record()), torch.device("cpu"))
         repeated = repeat_batch(pair.sender.layouts()[0], dispute.part, record)
         assert repeated == (dispute.own if wrong == "trainer" else dispute.of_trainer)
-        assert pair.find(0) == (wrong == "never")
-        pair.replica.end_disputes()
+        assert pair.replica.take_damages() == [], "the state is still there"
+        if ends == "trusted":
+            pair.replica.end_disputes(["unit0", "unit1", "unit2"])
+            assert pair.replica.dispute is None
+            assert digest(pair.replica.catch_up("unit0").state.numpy()) == pair.replica.catch_up("unit0").digest
+            assert pair.differ() is None, "a trainer that is wrong has no say any more"
+            return
+        if ends == "verdict":
+            pair.replica.end_disputes()
+        assert not any(pair.find(index) for index in range(UNITS if wrong == "copy" else 1)), "it cannot be read"
         assert "unit0" in {each.unit for each in pair.replica.take_damages()}
-        assert pair.replica.dispute is None
         pair.step()
         pair.step()
         assert [pair.find(index) for index in range(UNITS)] == [True] * UNITS, "it has the trainer's state"
@@ -184,8 +202,7 @@ def test_nobody_can_repeat_the_steps_since_an_unknown_state():
             pair.step()
         pair.find(0)
         pair.step()
-        pair.prove()
-        assert pair.replica.dispute.batch is None
+        assert pair.differ().batch is None
 
 
 def test_sum_of_words_knows_every_bit():

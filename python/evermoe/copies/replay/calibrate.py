@@ -250,7 +250,7 @@ def _parameters(size: int, random: torch.Generator) -> Tensor:
     values = torch.randn(size, generator=random)
     values[3::11] = 0.0
     values[5::11] = -0.0
-    values[_SUBNORMAL] *= 2.0**-130
+    values[_SUBNORMAL] = _subnormal(values[_SUBNORMAL].numel(), random)
     return values
 
 
@@ -267,8 +267,15 @@ def _gradient(step: int, size: int, random: torch.Generator) -> Tensor:
         _with_zeros,
     ]
     values = kinds[step % len(kinds)](values)
-    values[_SUBNORMAL] = torch.randn(values[_SUBNORMAL].shape, generator=random) * 2.0**-130
+    values[_SUBNORMAL] = _subnormal(values[_SUBNORMAL].numel(), random)
     return values
+
+
+def _subnormal(size: int, random: torch.Generator) -> Tensor:
+    """Return subnormal values of both signs, by their bits: `torch.set_flush_denormal` makes products zero."""
+    bits = torch.randint(1, 1 << 22, (size,), generator=random, dtype=torch.int32)
+    bits[::2] |= -(1 << 31)
+    return bits.view(torch.float32)
 
 
 def _with_zeros(values: Tensor) -> Tensor:

@@ -63,10 +63,10 @@ def repeat_batch(unit: Unit, part: str, record: Mapping[str, Any]) -> int:
     """Return the `state_digest` after a batch of steps, from `LoggedBatch.record`.
 
     Raises:
-        StopIteration: the unit has no such parameter.
+        KeyError: the unit has no such parameter.
         RuntimeError: the steps are of another kind of optimizer than the state's.
     """
-    specs = next(each for each in parts_of(unit) if part_name(unit.name, each[0].name) == part)
+    specs = {part_name(unit.name, each[0].name): each for each in parts_of(unit)}[part]
     tensors, state = record["tensors"], record["tensors"]["state"].clone()
     if record["steps"]:
         numbers = tensors["numbers"].view(record["steps"], -1)

@@ -39,8 +39,8 @@ from evermoe.profile.memory import in_huge_pages
 from evermoe.state.stored import KeptCopies
 from evermoe.state.training_state import TrainingState
 
-PROOF_STEPS = 32
-"""Steps in which the complete state of each replica is compared with its trainer's at least once."""
+PROOF_STEPS = 64
+"""Steps in which the complete state of each replica is compared with its trainer's twice."""
 
 
 @dataclass

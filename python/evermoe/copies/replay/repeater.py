@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack, suppress
 from typing import NamedTuple
 
@@ -37,7 +37,7 @@ class Repeater:
     Args:
         parts: in the order of the log.
         log: of their steps.
-        keeps_disputes: a state that differs from the trainer's alone stays until `end_disputes`, one at a time.
+        keeps_disputes: a state that differs from the trainer's alone stays until `end_disputes`, but cannot be read.
     """
 
     def __init__(self, parts: Sequence[Part], log: ReplayLog, *, keeps_disputes: bool) -> None:
@@ -46,6 +46,8 @@ class Repeater:
         """States that differ from the trainer's, by the part's index."""
         self._disputes_from = 0
         """Step from which one may be kept: those that differ soon after another are not."""
+        self.trusted: set[int] = set()
+        """Indices of parts whose trainer was found to be wrong: its digests do not count."""
         self._proven: dict[int, int | None] = {}
         """The latest step after which the trainer had the same state, by the part's index."""
         self.failures: dict[int, str] = {}
@@ -60,6 +62,7 @@ class Repeater:
             self._parts[index].install_state(state, digest)
             self._log.installed(index)
             self._proven[index] = self._log.version(index)
+            self.disputes.pop(index, None)
             self.failures.pop(index, None)
 
     def apply_locked(self, index: int, until: int) -> bool:
@@ -74,6 +77,7 @@ class Repeater:
             if not is_intact:
                 raise CorruptCopy(f"{part.name}: a logged step differs from what arrived; a bit has flipped in memory")
             is_proven = self._keeps_disputes and has_proof and self._proven.get(index) == self._log.version(index)
+            is_proven = is_proven and version >= self._disputes_from
             if is_proven and part.state is not None:
                 batch = LoggedBatch(part.state.clone(), numbers, gradients, t)
             part.apply_steps(numbers, gradients, t)
@@ -115,7 +119,7 @@ class Repeater:
         `batch`: the steps that led to it, for a dispute.
         """
         expected, version = self._log.proof(index), self._log.version(index)
-        if expected is not None and version is not None:
+        if expected is not None and version is not None and index not in self.trusted:
             part = self._parts[index]
             try:
                 part.compare_digest(expected)
@@ -135,6 +139,8 @@ class Repeater:
         part, is_fresh = self._parts[index], False
         while self.apply_locked(index, step):
             is_fresh = True
+        if index in self.disputes:
+            self._end_dispute(index)
         version = self._log.version(index)
         if version is not None and not is_fresh:
             try:
@@ -170,14 +176,25 @@ class Repeater:
     def _writes(self, indices: Sequence[int]) -> int:
         return sum(self._parts[index].writes for index in indices)
 
-    def end_disputes(self) -> None:
-        """Stop using the states in dispute: their full states must arrive. Takes the locks."""
-        for index, dispute in list(self.disputes.items()):
+    def end_disputes(self, trusted: Collection[int]) -> None:
+        """Stop using the states in dispute: their full states must arrive. Takes the locks.
+
+        `trusted`: indices of parts whose trainer was found to be wrong, which are used without its digests.
+        """
+        self.trusted.update(trusted)
+        for index in self.trusted:
+            self.disputes.pop(index, None)
+        for index in list(self.disputes):
             with self._parts[index].lock:
-                del self.disputes[index]
-                if dispute.batch is not None:
-                    self._disputes_from = dispute.step + DISPUTE_STEPS
-                self._refuse(index, dispute.step, CorruptCopy(f"{dispute.part}: the state differs from the trainer's"))
+                self._end_dispute(index)
+
+    def _end_dispute(self, index: int) -> None:
+        dispute = self.disputes.pop(index, None)
+        if dispute is None:
+            return
+        if dispute.batch is not None:
+            self._disputes_from = dispute.step + DISPUTE_STEPS
+        self._refuse(index, dispute.step, CorruptCopy(f"{dispute.part}: the state differs from the trainer's"))
 
     def take_damages(self) -> list[Damage]:
         """Return the damage that was found since the previous call."""

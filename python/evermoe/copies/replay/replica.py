@@ -23,7 +23,7 @@ digests of what arrived and what was written, and now and then the state with a 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
@@ -104,7 +104,8 @@ class Replica(AbstractContextManager["Replica"]):
         kept_steps: newest steps that are not applied until `catch_up` asks for them, so that it can also return an
             earlier step; fewer if the log is full.
         keeps_disputes: a state that differs from the trainer's digest, and not from what the replica has written, stays
-            in use until `end_disputes`: another member may find that the trainer's is wrong.
+            here until `end_disputes`, as another member may find that the trainer's is wrong; to read it ends the
+            dispute.
 
     Raises:
         ValueError: a name is used twice, or `log_bytes` is too small.
@@ -241,9 +242,12 @@ class Replica(AbstractContextManager["Replica"]):
         """The first state that differs from the trainer's, if there is one."""
         return next(iter([*self._repeater.disputes.values()]), None)
 
-    def end_disputes(self) -> None:
-        """Take the trainer's word: each unit in dispute waits for its full state."""
-        self._repeater.end_disputes()
+    def end_disputes(self, trusted: Collection[str] = ()) -> None:
+        """Take the trainer's word: each unit in dispute waits for its full state.
+
+        `trusted`: units whose trainer was found to be wrong. Their states stay, and its digests do not count any more.
+        """
+        self._repeater.end_disputes({index for unit in trusted for index in self._units[unit]})
 
     @property
     def log_nbytes(self) -> int:

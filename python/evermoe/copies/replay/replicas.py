@@ -333,10 +333,11 @@ class Replicas(Keeper):
         found = None if self._now is None else self._now.copies.replica.dispute
         return None if found is None or self._now is None else (self._now.copies.primaries[found.unit], found)
 
-    def end_disputes(self) -> None:
-        """Wait for the trainers' full states in place of the copies that differ."""
+    def end_disputes(self, wrong: Collection[int] = ()) -> None:
+        """Wait for the trainers' full states in place of the copies that differ, but not for those of `wrong` ranks."""
         if self._now is not None:
-            self._now.copies.replica.end_disputes()
+            copies = self._now.copies
+            copies.replica.end_disputes([unit for unit, rank in copies.primaries.items() if rank in wrong])
 
     # ---- after a failure
 

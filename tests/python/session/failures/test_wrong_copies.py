@@ -6,8 +6,8 @@ import pytest
 
 from support.harness import FEWEST
 
-STEPS = 100
-"""More than twice the steps in which each parameter is compared."""
+STEPS = 150
+"""More than twice those in which each parameter is compared."""
 PATIENCE = 300.0
 
 

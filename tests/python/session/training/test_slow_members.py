@@ -165,8 +165,10 @@ def test_parts_follow_the_speed_of_a_member(caplog):
     speed = 100.0
     run(8 * STEPS)
     assert job.sampler.proportions[2] == LEAST
+    assert job.slow.slow
     job.slow.restart()
     assert job.sampler.proportions is None
+    assert not job.slow.slow, "a newcomer would not know it"
 
 
 def test_batches_cannot_shift_without_a_sampler_that_divides_them():
