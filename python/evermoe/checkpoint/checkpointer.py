@@ -138,12 +138,13 @@ class Checkpointer:
             ValueError: none of its checkpoints is verified.
             OSError: an object store did not answer.
         """
-        if self.store is None or self._options.resume_from != "verified":
+        where = find_location(self._options)
+        if where is None or self._options.resume_from != "verified":
             return
-        if found := find(self.store.directory, self._state.catalog.layout):
+        if found := find(where, self._state.catalog.layout):
             raise ValueError(
                 f"checkpoints: resume_from is 'verified', but none of the {len(found)} checkpoints in "
-                f"{self.store.directory} is: give another place, or resume from the newest, which is of step "
+                f"{where} is: give another place, or resume from the newest, which is of step "
                 f"{step_of(max(found))}, with Checkpoints(resume_from='newest')"
             )
 

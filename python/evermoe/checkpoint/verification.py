@@ -44,6 +44,10 @@ class Verification:
         """Checkpoints that are complete and not verified, by version, older ones first."""
         self._newest: tuple[int, Location] | None = None
         """The newest verified checkpoint of this session."""
+        self._newest_step = 0
+        """The step in whose vote it was verified."""
+        self._doubted = -1
+        """The step in whose vote the latest difference was found: no earlier state is verified any more."""
         self._is_comparing = False
         """Whether members compare anything in their votes."""
         self._generation = -1
@@ -59,7 +63,7 @@ class Verification:
 
     def add(self, version: int, path: Location) -> None:
         """Record a complete checkpoint, during whose write no vote has found a difference."""
-        if self._is_comparing:
+        if self._is_comparing and step_of(version) > self._doubted:
             self._awaiting[version] = path
             self._note_awaited()
 
@@ -78,7 +82,7 @@ class Verification:
             return
         for version in [each for each in self._awaiting if step_of(each) <= self.through]:
             path = self._awaiting.pop(version)
-            self._newest = version, path
+            self._newest, self._newest_step = (version, path), step
             self._mark(path, version, step)
             self._emit(CheckpointVerified(step_of(version), str(path)))
         self._note_awaited()
@@ -94,10 +98,14 @@ class Verification:
             for version in self._retention.superseded(versions) - {min(self._awaiting)}:
                 self._awaiting.pop(version, None)
 
-    def doubt(self) -> None:
-        """Record that the state of a member may be wrong: no checkpoint that awaits its verification gets it."""
+    def doubt(self, step: int = -1) -> None:
+        """Record that the state of a member may be wrong: no checkpoint that awaits its verification gets it.
+
+        `step`: in whose vote this was found; nor does one of it or of an earlier step that is under way.
+        """
+        self._doubted = max(self._doubted, step)
         if self._store is not None:
-            self._store.awaited -= self._awaiting.keys()
+            self._store.awaited.difference_update(self._awaiting)
         self._awaiting.clear()
 
     def _note_awaited(self) -> None:
@@ -176,6 +184,8 @@ class Verification:
             self.advance(step, step)
         self.doubt()
         self._generation, self._doubts = generation, 0
+        if self._newest is not None:  # the first member may have died before it wrote the mark
+            self._mark(self._newest[1], self._newest[0], self._newest_step)
 
     def compare(self, *, is_comparing: bool) -> None:
         """Begin with the current members, which compare something in their votes or do not."""

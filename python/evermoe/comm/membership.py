@@ -287,6 +287,7 @@ class MembershipManager:
                 self.members = {member: self.named[member] for member in members}
                 self.nodes = [each["node"] for each in self.members.values()]
                 self.num_trainers = num_trainers
+                self.messages.quarantines.choose_writers(members.index(self.id), len(members))
                 self._rebuild(store, members.index(self.id), len(members))
                 addresses = [self.named[member]["transport"] for member in members]
                 limit = max(connect_timeout(len(members)), timedelta(seconds=self._heartbeat_timeout))

@@ -21,8 +21,12 @@ import torch
 
 logger = logging.getLogger(__name__)
 
-MAX_QUARANTINES = 1000
-"""Most entries of a list, as `src/protocol/message.rs` checks."""
+MAX_QUARANTINES = 256
+"""Most entries of a list. The Lighthouse's answer, which has all members' messages, must be smaller than 4 MiB."""
+MAX_WHY = 200
+"""Most characters of a reason."""
+WRITERS = 8
+"""Members that write their lists into their messages, at least; fewer than twice as many do."""
 
 
 @dataclass(frozen=True)
@@ -51,18 +55,23 @@ class Quarantines:
 
     def __init__(self) -> None:
         self._by_member: dict[str, Quarantine] = {}
+        self._is_written = True
+
+    def choose_writers(self, rank: int, size: int) -> None:
+        """Write the list if this member, of this many, is one of those that do: they are spread over all nodes."""
+        self._is_written = rank % max(1, size // WRITERS) == 0
 
     def __iter__(self) -> Iterator[Quarantine]:
         return iter(self._by_member.values())
 
     def fields(self) -> list[dict[str, Any]]:
         """Return the list as it is written into messages."""
-        return [asdict(each) for each in self]
+        return [asdict(each) for each in self] if self._is_written else []
 
     def add(self, found: Quarantine) -> None:
         """Add a quarantine, and log it."""
         if found.member not in self._by_member and len(self._by_member) < MAX_QUARANTINES:
-            self._by_member[found.member] = found
+            self._by_member[found.member] = found = replace(found, why=found.why[:MAX_WHY])
             logger.warning("quarantine: newcomers are refused on %s", found)
 
     def merge(self, said: Iterable[Quarantine]) -> None:

@@ -45,6 +45,10 @@ class Checkpoints(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.resume_from == "verified" and self.url is None:
+            raise ValueError(
+                "checkpoints: resume_from is 'verified', and there is no url: give the folder or URL of the job"
+            )
         if (schedule := schedule_of(self)) and self.url is None:
             raise ValueError(
                 f"checkpoints: {schedule} and there is no url to write to: give a folder or a URL, "

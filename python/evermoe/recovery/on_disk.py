@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 from evermoe.checkpoint.checkpoint_store import find_manifests, verified_or_saves
 from evermoe.checkpoint.manifest import Manifest
 from evermoe.checkpoint.object_store import LOOK_SECONDS, Location, hurried
 from evermoe.process.warn import warn
+from evermoe.state.version import step_of
 
 
 def find_usable(
@@ -36,3 +37,19 @@ def find_usable(
             raise
         warn(f"this recovery does without checkpoints: {error.strerror or error}")
         return []
+
+
+def refuse_beginning(versions: Iterable[int]) -> None:
+    """Refuse to begin a job again that only resumes from verified checkpoints, and has none.
+
+    `versions`: of all state that its nodes have in memory.
+
+    Raises:
+        ValueError: some of it is of a later step than 0; the same on all members.
+    """
+    newest = max(map(step_of, versions), default=0)
+    if newest:
+        raise ValueError(
+            f"checkpoints: resume_from is 'verified', and no checkpoint is, but nodes have state of step {newest} in "
+            "memory: resume from that with Checkpoints(resume_from='newest'), or begin a new job with another name"
+        )

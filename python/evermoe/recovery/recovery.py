@@ -24,6 +24,7 @@ from evermoe.errors import CorruptCopy, LostExperts, UnitsMissing
 from evermoe.planning.recovery import recovery_plan
 from evermoe.recovery.fetch import Fetch, Transfer, origins_of
 from evermoe.recovery.late_fetch import LateFetch
+from evermoe.recovery.on_disk import refuse_beginning
 from evermoe.recovery.report import Outcome
 from evermoe.recovery.survey import (
     ACTIVE,
@@ -117,6 +118,7 @@ class Recovery:
             UnitsMissing: some units are nowhere, and all members are still patient or one knows of holders that live;
                 the same on all members.
             LostExperts: some units survive nowhere.
+            ValueError: as of `refuse_beginning`.
         """
         self._phase, inventories = phase, self._inventories()
         while True:
@@ -136,6 +138,8 @@ class Recovery:
             if plan.version is None or (self._problem and not step_of(plan.version)):
                 unfit = explain(self.state, self._stored, self.group, plan.lost)
                 raise LostExperts(self._problem or self.target.lost_message(plan.lost, unfit), list(plan.lost))
+            if self.target.only_verified and not step_of(plan.version):
+                refuse_beginning(holding.version for each in inventories for holding in each.holdings)
             if not step_of(plan.version) and any(inventory.can_begin for inventory in inventories):
                 inventories = self._begin(plan.version, inventories)
                 continue

@@ -103,8 +103,11 @@ class Refusals:
     def _quarantine(self, ranks: Sequence[int], why: str) -> None:
         """Admit no newcomers on the hardware of members that leave."""
         members = [*self._membership.members.items()]
+        staying = {said["node"] for rank, (_, said) in enumerate(members) if rank not in ranks}
         for rank in ranks:
             member, said = members[rank]
+            if said["hardware"] == said["node"] and said["node"] in staying:
+                continue  # without a GPU a node has one name for all, and others on it are right
             self._membership.messages.quarantines.add(Quarantine(member, said["node"], said["hardware"], why))
 
     def _action(self, step: int, finding: Finding) -> str:

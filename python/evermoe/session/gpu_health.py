@@ -85,8 +85,11 @@ class Gpu:
             raise LookupError(f"NVML, {uuid}: {error}") from None
         with suppress(pynvml.NVMLError):  # virtual GPUs have no events
             events = pynvml.nvmlEventSetCreate()
-            self._events = events
-            pynvml.nvmlDeviceRegisterEvents(self._handle, pynvml.nvmlEventTypeXidCriticalError, events)
+            try:
+                pynvml.nvmlDeviceRegisterEvents(self._handle, pynvml.nvmlEventTypeXidCriticalError, events)
+                self._events = events
+            except pynvml.NVMLError:
+                pynvml.nvmlEventSetFree(events)
 
     def wait(self, seconds: float) -> Problem | None:
         """Wait for an Xid of hardware, without the GIL; None if the time is over or the error is an application's."""

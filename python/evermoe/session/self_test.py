@@ -21,7 +21,7 @@ def find_fault(device: torch.device) -> str:
     """Return what the device does wrongly; empty if nothing.
 
     A product of matrices must have the same bits twice, and be close to that in float64. Memory must return what was
-    written. No random generator is used. It takes about 10 ms on a CPU.
+    written. No random generator is used. It takes some 20 ms on a CPU.
     """
     rows, nbytes = SIZES[device.type]
     with torch.no_grad(), torch.autocast(device.type, enabled=False):

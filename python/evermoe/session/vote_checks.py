@@ -114,7 +114,7 @@ class VoteChecks:
                 finally:
                     self._calls.is_off |= self._refusals.doubts_calls
         if (finding := self._copies.find(of_copies)) is not None:
-            self._verification.doubt()
+            self._verification.doubt(step)
             try:
                 self._refusals.refuse(step, finding)
             except PeerLost:  # those that are named leave

@@ -175,7 +175,7 @@ def test_a_third_repeats_the_steps_since_both_had_the_same_state(wrong, steps, e
         record = from_bytes(to_bytes(dispute.batch.record()), torch.device("cpu"))
         repeated = repeat_batch(pair.sender.layouts()[0], dispute.part, record)
         assert repeated == (dispute.own if wrong == "trainer" else dispute.of_trainer)
-        assert pair.replica.take_damages() == [], "the state is still there"
+        assert pair.replica.take_damages() == [], "the replica still has the state"
         if ends == "trusted":
             pair.replica.end_disputes(["unit0", "unit1", "unit2"])
             assert pair.replica.dispute is None
