@@ -46,7 +46,7 @@ from evermoe.comm.group import Group
 from evermoe.errors import PeerLost
 
 STATES = ("waits", "connects", "queue", "graph", "behind", "launches")
-START_SECONDS, ROUND_SECONDS = 25.0, 5.0
+START_SECONDS, ROUND_SECONDS = 60.0, 5.0
 """A state whose processes take longer than the first and, for each round, the second counts as a hang."""
 QUEUED = 2000
 SHARE_A_GPU = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": "4"}

@@ -138,8 +138,8 @@ def plain_rl():
     return norms
 
 
-@pytest.mark.parametrize("phase", ["generation", "training"])
-@pytest.mark.few(2)
+@pytest.mark.parametrize("phase", ["training", "generation"])
+@pytest.mark.few(1)
 def test_reinforcement_learning_equals_one_process_through_a_kill_in_either_phase(phase, tmp_path):
     printed = run("13_rl", tmp_path, phase)
     dies_in = load("13_rl").KILLS[phase][1]

@@ -390,7 +390,8 @@ def test_copies_and_wrapped_experts_replay(change):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("backend", ["aot_eager", "eager"])
+@pytest.mark.few(1)
 def test_compiled_models_record_and_replay(backend):
     torch._dynamo.reset()
     x, model, plain = inputs(), other(Model()), other(Model())

@@ -103,7 +103,7 @@ def test_the_bench_of_aborts_runs_behind_stand_ins(tmp_path, folder):
         cwd=tmp_path,
         env=stand_in.variables(folder, RANDOM) | {"PYTHONPATH": os.pathsep.join(filter(None, paths))},
         check=False,
-        timeout=200,
+        timeout=400,
     )
     rows = json.loads((tmp_path / "found").read_text(encoding="utf-8"))["rows"]
     found = [(row["state"], row["result"], row["rounds"]) for row in rows]

@@ -10,7 +10,7 @@ import pytest
 
 from evermoe._native import encode_lift
 from evermoe.comm.messages import Identity, Messages
-from evermoe.comm.quarantine import MAX_QUARANTINES, Quarantine, Quarantines, merged
+from evermoe.comm.quarantine import MAX_QUARANTINES, WRITERS, Quarantine, Quarantines, merged
 from evermoe.errors import UnfitNode
 from support.messages import told
 
@@ -82,6 +82,21 @@ def test_lists_merge_to_the_same_one_in_any_order():
             found.merge(each)
         assert set(found) == {lifted, second}
     assert Quarantine("b-1", "b", "b", "why", True) in merged([found.fields()], ["b"])
+
+
+def test_lists_have_room_in_the_answer_of_a_lighthouse():
+    """It must be smaller than 4 MiB, whatever the number of members."""
+    full = Quarantines()
+    for number in range(2 * MAX_QUARANTINES):
+        full.add(Quarantine(f"node-{number}-12345678", "node", "GPU-" + "0" * 36, "x" * 1000))
+    for size in (1, 7, 8, 100, 1024):
+        written = 0
+        for rank in range(size):
+            full.choose_writers(rank, size)
+            written += bool(full.fields())
+        assert min(size, WRITERS) <= written < 2 * WRITERS
+        full.choose_writers(0, size)
+        assert written * len(json.dumps(full.fields())) < 3 << 19
 
 
 def test_a_list_has_room_in_a_message(members):

@@ -164,6 +164,7 @@ print(rows[0].nbytes, memory("VmHWM") - before)
         ("gpt-oss", {"hidden_size": 1024, "intermediate_size": 1024, "num_local_experts": 4, "num_hidden_layers": 1}),
     ],
 )
+@pytest.mark.few(1)
 def test_reading_a_unit_takes_less_memory_than_a_second_one(tmp_path, name, sizes):
     """A worker plans for the units that it holds; four of 6 MiB are read here."""
     write_folder(tmp_path / "source", name, **sizes)

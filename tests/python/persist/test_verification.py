@@ -56,6 +56,8 @@ HISTORIES = {
     ),
     "one after it": (["recovery", "resume 12", "add 20", "through 20"], [20]),
     "back to an older step": (["through 20", "recovery", "resume 12", "add 15", "vote", "through 14"], []),
+    "under way while a copy differed": (["through 9", "doubt 12", "add 10", "through 20"], []),
+    "after a copy differed": (["doubt 9", "add 10", "through 20"], [10]),
     "nothing is compared in votes": (["alone", "add 10", "through 10"], []),
 }
 
@@ -77,7 +79,7 @@ def test_which_checkpoints_are_verified(tmp_path, case):
             path = tmp_path / f"step-{step:08d}"
             path.mkdir()
             found.add(1 << 40 | step, path)
-            assert store.awaited or not found._is_comparing
+            assert store.awaited or not found._is_comparing or step <= found._doubted
         elif word in ("through", "vote"):
             found.advance(step or None, step + 3)
         elif word == "end":
@@ -86,6 +88,8 @@ def test_which_checkpoints_are_verified(tmp_path, case):
             found.begin_recovery()
         elif word == "equal":
             found.compared()
+        elif word == "doubt":
+            found.doubt(step)
         elif word == "alone":
             found.compare(is_comparing=False)
         else:
@@ -95,6 +99,23 @@ def test_which_checkpoints_are_verified(tmp_path, case):
     assert [event.step for event in events] == expected
     marked = {step: verified_at(tmp_path / f"step-{step:08d}", 1 << 40 | step) for step in (10, 15, 20)}
     assert [step for step, at in marked.items() if at is not None] == expected
+
+
+def test_a_mark_that_the_first_member_did_not_live_to_write_is_written_in_the_recovery(tmp_path):
+    store = CheckpointFolder(tmp_path, Owner("job", "layout"), "m")
+    found = Verification(store, Retention(), Group(), lambda _: None)
+    (path := tmp_path / "step-00000010").mkdir()
+    found.compare(is_comparing=True)
+    found.resume([found.standing()], 0, 1)
+    found.add(1 << 40 | 10, path)
+    found.advance(10, 13)
+    found._last.wait()
+    (path / "verified.json").unlink()
+    found.begin_recovery()
+    found.resume([found.standing()], 14, 2)
+    found.close()
+    store.close()
+    assert verified_at(path, 1 << 40 | 10) == 13
 
 
 def test_members_resume_with_what_those_of_the_latest_generation_know(tmp_path):

@@ -104,3 +104,14 @@ def test_a_job_with_unverified_checkpoints_does_not_begin_again(start_job, tmp_p
     for each in again:
         assert "resume_from is 'verified', but none of the 1 checkpoints in" in each.log()
     assert on_disk(tmp_path / "saved") == {COMPARED: False}
+
+
+def test_a_job_with_state_in_memory_alone_does_not_begin_again(start_job, tmp_path):
+    job = start_job(3, preset="gemini", checkpoints=str(tmp_path / "saved"), rebalance_interval=0, join_interval=50)
+    workers = job.start_all({name: [Fault("vote", 8)] for name in "abc"}, steps=COMPARED)
+    assert [each.join() for each in workers] == [-9, -9, -9]
+    job.session["resume_from"] = "verified"
+    again = job.start_all({}, steps=COMPARED)
+    assert [each.join() for each in again] == [1, 1, 1]
+    for each in again:
+        assert "resume_from is 'verified', and no checkpoint is, but nodes have state of step 8" in each.log()

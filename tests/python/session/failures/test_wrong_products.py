@@ -54,6 +54,7 @@ def test_of_two_neither_is_named_and_calls_are_not_repeated_any_more(start_job):
     check_history(workers)
 
 
+@pytest.mark.long
 def test_a_newcomer_learns_that_calls_are_not_repeated(start_job):
     job = start_job(2, preset="lazarus", expert_slots=10, min_replicas=2, rebalance_interval=0, join_interval=1)
     job.open_gate(STEPS)
@@ -85,6 +86,7 @@ def test_habits_of_scripts_are_no_faults(start_job, options):
     check_history(workers)
 
 
+@pytest.mark.long
 def test_right_products_are_never_found_wrong(start_job):
     workers = start(start_job, "abc", "", "")
     assert [each.join(PATIENCE) for each in workers] == [0, 0, 0]
