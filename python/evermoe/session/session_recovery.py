@@ -168,7 +168,9 @@ class RecoveryDriver(TrainingDriver):
     @property
     def must_leave(self) -> bool:
         """Whether this member is to leave, as it is slower than the others or its hardware is faulty."""
-        return self._measures.slow_members.must_leave or self.health.must_leave
+        is_first = self._membership.everyone.rank == 0
+        has_turn = self._step % 2 == is_first  # else all whose hardware is faulty at once would leave in one step
+        return self._measures.slow_members.must_leave or (has_turn and self.health.must_leave)
 
     def attached(self) -> list[float]:
         """Return what this member compares with others in the vote: digests, and the times of its own work."""
