@@ -247,7 +247,8 @@ class CheckpointBucket:
             if each.is_open and match and int(match[3] or 0) < int(mine[3]) and self._cleaner.give_up(name):
                 self._left.add(name)
         retention = SAVES if mine[1] == SAVE else self._retention
-        for going in superseded(known, retention, mine[1], before=version, written=written, awaited=self.awaited):
+        awaited = () if mine[1] == SAVE else self.awaited
+        for going in superseded(known, retention, mine[1], before=version, written=written, awaited=awaited):
             self._cleaner.remove_checkpoint(going.path.name)
             self._left |= {going.path.name, *_owners(going.manifest)}
         if mine[1] == CHECKPOINT:

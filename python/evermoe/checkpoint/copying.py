@@ -24,7 +24,9 @@ FILE_BYTES = 1 << 30
 
 
 def copy(manifest: Manifest, to: Location) -> Location | None:
-    """Copy a checkpoint with its mark, and check the digest of each unit; return None if `to` already has its version.
+    """Copy a checkpoint with its mark, and check the digest of each unit.
+
+    If `to` already has its version, copy the mark alone, and return None.
 
     Args:
         manifest: of the checkpoint.
@@ -37,7 +39,9 @@ def copy(manifest: Manifest, to: Location) -> Location | None:
     """
     if manifest.is_save:
         raise ValueError(f"{manifest.path} is a save, whose units have several versions: expected a checkpoint")
-    if manifest.version in find(to, manifest.layout):
+    known = find(to, manifest.layout).get(manifest.version)
+    if known is not None:
+        _copy_mark(manifest, known)
         return None
     step, generation = step_of(manifest.version), generation_of(manifest.version)
     word = uuid.uuid4().hex[:8]
@@ -46,9 +50,15 @@ def copy(manifest: Manifest, to: Location) -> Location | None:
         copied = _to_bucket(manifest, to / f"step-{step:08d}.{generation:010d}-{word}")
     else:
         copied = _to_folder(manifest, to / f"step-{step:08d}.writing-{generation:010d}-{word}")
-    if (verified := verified_at(manifest.path, manifest.version)) is not None:
-        mark_verified(copied, manifest.version, verified)
+    _copy_mark(manifest, copied)
     return copied
+
+
+def _copy_mark(manifest: Manifest, to: Location) -> None:
+    """Mark a copy as verified if the checkpoint is, which may have become known since it was copied."""
+    verified = verified_at(manifest.path, manifest.version)
+    if verified is not None and verified_at(to, manifest.version) is None:
+        mark_verified(to, manifest.version, verified)
 
 
 def _to_bucket(manifest: Manifest, draft: ObjectPath) -> ObjectPath:

@@ -77,7 +77,11 @@ def verified_at(path: Location, version: int) -> int | None:
         if isinstance(path, Path):
             content = read_plain(path / MARK, MARK_BYTES)
         else:
-            content = path.place.read((path / MARK).key, MARK_BYTES)
+            try:
+                content = path.place.read((path / MARK).key, MARK_BYTES)
+            except PermissionError:  # a server that does not list its objects may answer so for a missing one
+                if not path.place.is_read_only:
+                    raise
     with contextlib.suppress(ValueError, RecursionError):
         fields = json.loads(content or b"")
         if isinstance(fields, dict) and fields.get("version") == version and type(fields.get("step")) is int:

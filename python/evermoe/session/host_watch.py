@@ -84,7 +84,7 @@ def find_host_problems(folder: Path | None, nbytes: int) -> Iterator[Problem]:
             return
         if os.statvfs(folder).f_flag & os.ST_RDONLY:
             yield Problem(f"the checkpoint folder {folder} cannot be written to: its file system is read-only", False)
-        elif shutil.disk_usage(folder).free < nbytes:
+        elif not any(folder.glob("*.writing-*")) and shutil.disk_usage(folder).free < nbytes:
             size = f"{nbytes / GIB:.3g} GiB"
             yield Problem(f"the checkpoint folder {folder} has less room than a checkpoint needs, {size}", False)
     except OSError as error:

@@ -15,7 +15,7 @@ from evermoe.checkpoint.copying import copy
 from evermoe.checkpoint.manifest import read_manifest, read_units
 from evermoe.checkpoint.owner import Owner
 from evermoe.checkpoint.retention import Retention
-from evermoe.checkpoint.verified_mark import MARK, mark_verified
+from evermoe.checkpoint.verified_mark import MARK, mark_verified, verified_at
 from evermoe.errors import CorruptCopy, FolderInUse, PersistFailed
 from evermoe.process.run_claim import Run
 from support.models import make
@@ -190,6 +190,17 @@ def test_a_copy_elsewhere_is_the_same_checkpoint(spot, tmp_path):
     assert all_whole(back) == [2, 1]
     write(back, 3, generation=4)
     assert all_whole(back) == [3, 2]
+
+
+def test_a_copy_gets_the_mark_that_its_checkpoint_has_got_since(spot, tmp_path):
+    (path,) = write(spot, 1)
+    manifest, copied = read_manifest(path), tmp_path / "copied"
+    made = copy(manifest, copied)
+    assert verified_at(made, manifest.version) is None
+    mark_verified(path, manifest.version, 7)
+    assert copy(manifest, copied) is None
+    assert copy(manifest, copied) is None, "with the mark, too"
+    assert verified_at(made, manifest.version) == 7
 
 
 def test_a_damaged_checkpoint_is_not_copied(spot, tmp_path):
