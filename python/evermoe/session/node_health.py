@@ -63,11 +63,13 @@ class NodeHealth:
         self._checkpoints = folder, nbytes
 
     def begin(self) -> None:
-        """Test this member's hardware and begin the watch, before the member first asks to join; afterwards a no-op.
+        """Test this member's hardware and begin the watch, before the member first asks to join.
 
         Raises:
             UnfitNode: the hardware is faulty.
         """
+        if self.fault and not self._membership.established:  # found while it waits, as a spare
+            self._refuse(self.fault)
         if self._has_begun or self._policy == "ignore":
             return
         self._has_begun = True

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+
 import pytest
 import torch
 from torch.overrides import TorchFunctionMode
@@ -113,6 +115,22 @@ def test_members_leave_for_faults_only_and_only_as_the_option_says(start_job, st
 
 
 # ---- before it joins
+
+
+def test_a_spare_whose_gpu_reports_a_fault_does_not_join(start_job, start_gpus):
+    job = start_job(2)
+    job.open_gate(GATE)
+    workers, _ = start_gpus(job, "ab", steps=STEPS, gated=True)
+    spare, reports = start_gpus(job, "s", steps=STEPS, session={"role": "spare"})
+    spare["s"].wait_for("phase", phase="agree")
+    nvml.report(reports["s"], "xid 95")
+    spare["s"].wait_for("sick_node")
+    for each in workers.values():
+        each.wait_for("gate", step=GATE)
+    workers["b"].signal(signal.SIGKILL)
+    job.open_gate(EVERYTHING)
+    assert [workers["a"].join(), spare["s"].join()] == [0, 1]
+    assert spare["s"].events("failed")[0]["error"] == "UnfitNode"
 
 
 @pytest.mark.parametrize("policy", ["evict", "warn", "ignore"])
