@@ -39,16 +39,18 @@ def find_usable(
         return []
 
 
-def refuse_beginning(versions: Iterable[int]) -> None:
+def refuse_beginning(version: int, versions: Iterable[int]) -> None:
     """Refuse to begin a job again that only resumes from verified checkpoints, and has none.
 
-    `versions`: of all state that its nodes have in memory.
+    Args:
+        version: from which it would resume.
+        versions: of all state that its nodes have in memory.
 
     Raises:
         ValueError: some of it is of a later step than 0; the same on all members.
     """
     newest = max(map(step_of, versions), default=0)
-    if newest:
+    if newest and not step_of(version):
         raise ValueError(
             f"checkpoints: resume_from is 'verified', and no checkpoint is, but nodes have state of step {newest} in "
             "memory: resume from that with Checkpoints(resume_from='newest'), or begin a new job with another name"

@@ -115,19 +115,15 @@ class Recovery:
 
         Raises:
             PeerLost: another member was lost meanwhile, or what it told is damaged; nothing has changed here.
-            UnitsMissing: some units are nowhere, and all members are still patient or one knows of holders that live;
-                the same on all members.
-            LostExperts: some units survive nowhere.
-            ValueError: as of `refuse_beginning`.
+            UnitsMissing: some units are nowhere, and all members are patient or one knows of living holders; on all.
+            LostExperts: some units survive nowhere. ValueError: see `refuse_beginning`.
         """
         self._phase, inventories = phase, self._inventories()
         while True:
             holdings = usable(inventories, self._refused, only_verified=self.target.only_verified)
             plan, may_lag = self._find_version(holdings)
             self._note_reached(plan, inventories, holdings)
-            standings = [inventory.standing for inventory in inventories]
-            is_patient = all(each.patient for each in standings) or any(each.awaits_living for each in standings)
-            if plan.version is None and is_patient:
+            if plan.version is None and may_wait(inventories):
                 raise UnitsMissing(f"{len(plan.lost)} units are in no member's memory: {', '.join(plan.lost[:4])}")
             on_disk = newest_checkpoint(inventories)
             if on_disk is not None and on_disk > (plan.version if plan.version is not None else -1):
@@ -138,8 +134,8 @@ class Recovery:
             if plan.version is None or (self._problem and not step_of(plan.version)):
                 unfit = explain(self.state, self._stored, self.group, plan.lost)
                 raise LostExperts(self._problem or self.target.lost_message(plan.lost, unfit), list(plan.lost))
-            if self.target.only_verified and not step_of(plan.version):
-                refuse_beginning(holding.version for each in inventories for holding in each.holdings)
+            if self.target.only_verified:
+                refuse_beginning(plan.version, [holding.version for each in inventories for holding in each.holdings])
             if not step_of(plan.version) and any(inventory.can_begin for inventory in inventories):
                 inventories = self._begin(plan.version, inventories)
                 continue
@@ -371,6 +367,12 @@ def _promised(
         if each.version == version(each.unit)
     }
     return {each: found[origins[each], each.unit, each.kind] for each in transfers}
+
+
+def may_wait(inventories: Sequence[Inventory]) -> bool:
+    """Return whether members may still wait for holders of units that are in no member's memory."""
+    standings = [inventory.standing for inventory in inventories]
+    return all(each.patient for each in standings) or any(each.awaits_living for each in standings)
 
 
 def equal_units(inventories: Sequence[Inventory], version: int) -> dict[str, int]:

@@ -104,8 +104,7 @@ class Replica(AbstractContextManager["Replica"]):
         kept_steps: newest steps that are not applied until `catch_up` asks for them, so that it can also return an
             earlier step; fewer if the log is full.
         keeps_disputes: a state that differs from the trainer's digest, and not from what the replica has written, stays
-            here until `end_disputes`, as another member may find that the trainer's is wrong; to read it ends the
-            dispute.
+            here until `end_disputes`, as another member may find that the trainer's is wrong, or until it is read.
 
     Raises:
         ValueError: a name is used twice, or `log_bytes` is too small.

@@ -34,7 +34,7 @@ def on_disk(folder):
     return {each.step: each.verified_at is not None for each in stored(folder)}
 
 
-@pytest.mark.quick("a corrupted state is in the newest checkpoints")
+@pytest.mark.quick("wrong bits have reached checkpoints before they are found")
 def test_an_older_checkpoint_stays_is_named_by_the_error_and_resumed(start_job, tmp_path, capsys):
     job = start(start_job, tmp_path / "saved", on_corruption="stop")
     workers = job.start_all({"b": [FLIP]}, steps=FOUND_BY + 2)
