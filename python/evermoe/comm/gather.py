@@ -1,4 +1,4 @@
-"""Exchange of JSON values: from every member to all, or from one member to all."""
+"""Exchange of JSON values and bytes: from every member to all, or from one member to all or to another one."""
 
 from __future__ import annotations
 
@@ -28,6 +28,32 @@ class AddsTensors(Protocol):
 def gather_json(group: GathersBytes, value: object) -> list[Any]:
     """Return the value of each member, by rank, as JSON returns it (tuples become lists); collective."""
     return [json.loads(text) for text in group.all_gather_bytes(json.dumps(value).encode())]
+
+
+class ExchangesTensors(Protocol):
+    """Group whose members send tensors to each other."""
+
+    def exchange(
+        self, sends: list[tuple[torch.Tensor, int]], receives: list[tuple[torch.Tensor, int]], tag: int
+    ) -> None:
+        """Send each tensor to its rank, and receive each from its rank."""
+
+
+def send_bytes(group: ExchangesTensors, data: bytes, rank: int, tag: int) -> None:
+    """Send bytes to a member, which calls `receive_bytes`."""
+    group.exchange([(torch.tensor([len(data)]), rank)], [], tag)
+    if data:
+        group.exchange([(torch.frombuffer(bytearray(data), dtype=torch.uint8), rank)], [], tag)
+
+
+def receive_bytes(group: ExchangesTensors, rank: int, tag: int) -> bytes:
+    """Return the bytes that a member sends with `send_bytes`."""
+    size = torch.zeros(1, dtype=torch.int64)
+    group.exchange([], [(size, rank)], tag)
+    data = torch.empty(int(size), dtype=torch.uint8)
+    if len(data):
+        group.exchange([], [(data, rank)], tag)
+    return data.numpy().tobytes()
 
 
 def share_json(group: AddsTensors, value: object, source: int = 0) -> Any:

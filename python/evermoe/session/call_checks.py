@@ -15,10 +15,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import torch
 from torch import nn
 
-from evermoe.comm.gather import gather_json
+from evermoe.comm.gather import gather_json, receive_bytes, send_bytes
 from evermoe.comm.membership import MembershipManager
 from evermoe.comm.tags import CALL
 from evermoe.moe.module_paths import named_parts
@@ -120,17 +119,9 @@ class CallChecks:
         """Return what differs in the call as `rank` repeats it; only that rank knows."""
         group = self._membership.trainer_group
         if group.rank == self._ranks[0]:
-            data = self._message()
-            group.exchange([(torch.tensor([len(data)]), rank)], [], CALL)
-            if data:
-                group.exchange([(torch.frombuffer(bytearray(data), dtype=torch.uint8), rank)], [], CALL)
-        elif group.rank == rank:
-            size = torch.zeros(1, dtype=torch.int64)
-            group.exchange([], [(size, self._ranks[0])], CALL)
-            if int(size):
-                message = torch.empty(int(size), dtype=torch.uint8)
-                group.exchange([], [(message, self._ranks[0])], CALL)
-                return self._repeat(message.numpy().tobytes())
+            send_bytes(group, self._message(), rank, CALL)
+        elif group.rank == rank and (message := receive_bytes(group, self._ranks[0], CALL)):
+            return self._repeat(message)
         return []
 
     def _message(self) -> bytes:

@@ -15,7 +15,7 @@ from contextlib import suppress
 
 import torch
 
-from evermoe.comm.gather import gather_json, share_json
+from evermoe.comm.gather import gather_json, receive_bytes, send_bytes, share_json
 from evermoe.comm.membership import MembershipManager
 from evermoe.comm.tags import DISPUTE
 from evermoe.copies.replay.dispute import Dispute, repeat_batch
@@ -71,15 +71,11 @@ class CopyChecks:
         """Let a member repeat the steps that the keeper has sent; return its digest; collective."""
         everyone, found = self._membership.everyone, None
         if dispute is not None and dispute.batch is not None:
-            data = torch.frombuffer(bytearray(to_bytes(dispute.batch.record())), dtype=torch.uint8)
-            everyone.exchange([(torch.tensor([len(data)]), rank), (data, rank)], [], DISPUTE)
+            send_bytes(everyone, to_bytes(dispute.batch.record()), rank, DISPUTE)
         elif everyone.rank == rank:
-            size = torch.zeros(1, dtype=torch.int64)
-            everyone.exchange([], [(size, keeper)], DISPUTE)
-            message = torch.empty(int(size), dtype=torch.uint8)
-            everyone.exchange([], [(message, keeper)], DISPUTE)
+            message = receive_bytes(everyone, keeper, DISPUTE)
             with suppress(*UNREPEATABLE):  # a check must not end the job
-                record = from_bytes(message.numpy().tobytes(), torch.device("cpu"))
+                record = from_bytes(message, torch.device("cpu"))
                 found = repeat_batch(self._state.catalog.by_name[unit], part, record)
         repeated: int | None = share_json(everyone, found, rank)
         return repeated

@@ -149,7 +149,7 @@ class Replicas(Keeper):
         self.lacks_states = False
         """Whether a state with which a replica of the latest plan should begin did not arrive intact."""
         self.keeps_disputes = False
-        """Whether copies that differ from the trainer's stay in use until members have found which of them is wrong."""
+        """Whether copies that differ from their trainer's stay, unread, until members have found which is wrong."""
         self._has_warned = False
         """Whether the first message that could not be used was reported."""
 
