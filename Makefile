@@ -46,10 +46,10 @@ unexport PYTHONDONTWRITEBYTECODE
 help: ## List the commands
 	@awk -F':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-$(STAMPS)/tools: requirements-dev.txt constraints.txt
+$(STAMPS)/tools: requirements-dev.txt constraints.txt overrides.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check uv -c constraints.txt
-	$(BIN)/uv pip install --quiet -r requirements-dev.txt -c constraints.txt
+	$(BIN)/uv pip install --quiet -r requirements-dev.txt -c constraints.txt --overrides overrides.txt
 	@mkdir -p $(STAMPS) && touch $@
 
 $(STAMPS)/package: $(STAMPS)/tools $(SOURCES)
