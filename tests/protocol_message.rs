@@ -2,8 +2,8 @@
 //! understood.
 
 use evermoe::protocol::{
-    Begun, Decoded, LastGroup, Message, PROTOCOL, Quarantine, Role, Standing, decode_message, encode_ended,
-    encode_lift, encode_message, encode_promotion,
+    Begun, Decoded, Island, LastGroup, Message, PROTOCOL, Quarantine, Role, Standing, decode_message,
+    encode_ended, encode_lift, encode_message, encode_promotion,
 };
 use evermoe::secret::Secret;
 use proptest::prelude::*;
@@ -83,6 +83,11 @@ fn messages() -> impl Strategy<Value = Message> {
                 domain,
                 role,
                 steps: port.into(),
+                island: waits.then(|| Island {
+                    name: format!("i{rank_key}"),
+                    position: 0,
+                    size: port.into(),
+                }),
                 rank_key,
                 store,
                 probe_address,
@@ -163,6 +168,7 @@ fn example() -> Message {
         steps: 100,
         domain: String::new(),
         rank_key: String::new(),
+        island: None,
         store: "a:1".into(),
         probe_address: "a:2".into(),
         transport: "a:3".into(),
@@ -241,7 +247,10 @@ fn object_at<'a>(value: &'a mut Value, path: &str) -> &'a mut serde_json::Map<St
 
 #[test]
 fn what_the_types_do_not_say_is_checked() {
-    let wrong: [(&str, Value); 9] = [
+    let wrong: [(&str, Value); 12] = [
+        ("/island", json!({"name": "", "position": 0, "size": 2})),
+        ("/island", json!({"name": "a", "position": 2, "size": 2})),
+        ("/island", json!({"name": "a", "position": 0, "size": 0})),
         ("/store", "host".into()),
         ("/store", ":80".into()),
         ("/probe_address", "host:0".into()),

@@ -4,6 +4,7 @@ __all__ = [
     "CorruptCopy",
     "CorruptState",
     "EvermoeError",
+    "IslandLost",
     "LeftBehind",
     "LostExperts",
     "NonFiniteLoss",
@@ -93,6 +94,13 @@ class UnfitNode(EvermoeError):
 
 class LeftBehind(EvermoeError):
     """The other members continued without this one, and none of them is left to report what they committed."""
+
+
+class IslandLost(EvermoeError):
+    """The island of this process has lost another process, and the other islands continue without it.
+
+    Start the complete island again, as torchrun does: it joins the others and takes their state.
+    """
 
 
 class NonFiniteLoss(EvermoeError):

@@ -74,7 +74,7 @@ pub struct Need {
 ///     inquires: false, is_done: false, is_spare: false, last_group: None, known: 0, begun: vec![],
 /// };
 /// let b = Participant {
-///     id: "b".into(), rank_key: "".into(), trains: true, waits: true, is_patient: false, unreachable: vec![], standing,
+///     id: "b".into(), rank_key: "".into(), island: None, trains: true, waits: true, is_patient: false, unreachable: vec![], standing,
 /// };
 /// let need = Need { members: 2, is_always: false, allows_solo_resume: false, is_majority: false };
 /// assert_eq!(judge(5, &[b.clone()], need, None), Verdict::LeftBehind { adopted: 3 });
@@ -140,7 +140,7 @@ pub fn judge(id: u64, participants: &[Participant], need: Need, group: Option<(&
 ///     inquires: false, is_done: false, is_spare, last_group: None, known: 0, begun: vec![],
 /// };
 /// let participant = |id: &str, is_spare| Participant {
-///     id: id.into(), rank_key: "".into(), trains: true, waits: true, is_patient: false, unreachable: vec![],
+///     id: id.into(), rank_key: "".into(), island: None, trains: true, waits: true, is_patient: false, unreachable: vec![],
 ///     standing: standing(is_spare),
 /// };
 /// let all = [participant("d", true), participant("a", false), participant("c", true), participant("b", false)];
@@ -191,7 +191,7 @@ fn is_outdated(participant: &Participant, participants: &[Participant]) -> bool 
 
 /// Whether some established members may be absent and those present still give them time: all established members do,
 /// or one of those that would begin a new job.
-fn awaits_absent(participants: &[Participant]) -> bool {
+pub(super) fn awaits_absent(participants: &[Participant]) -> bool {
     let established = || participants.iter().filter(|participant| participant.standing.established);
     let size = established().map(|participant| participant.standing.size).max().unwrap_or(0);
     if established().next().is_none() {

@@ -3,7 +3,7 @@
 use super::event::Participant;
 use super::majority::lacking;
 use std::cmp::Reverse;
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 /// Limit of the search; beyond it the best set found so far is taken.
 const MAX_BRANCHES: usize = 20_000;
@@ -12,7 +12,8 @@ const MAX_BRANCHES: usize = 20_000;
 ///
 /// The set has the most members whose state was made by the newest generation: others lack steps that those have
 /// committed. Ties are broken by size, then by the lowest ids. The same table gives the same set on every member. Two
-/// members reach each other unless one of them reports that it does not reach the other.
+/// members reach each other unless one of them reports that it does not reach the other. An island continues or leaves
+/// as one; it leaves if its own members do not reach each other.
 ///
 /// A partition separates "a" and "b" from "c" and "d", and no majority is left: the half with the lowest id continues.
 /// ```
@@ -22,7 +23,7 @@ const MAX_BRANCHES: usize = 20_000;
 ///     inquires: false, is_done: false, is_spare: false, last_group: None, known: 0, begun: vec![],
 /// };
 /// let member = |id: &str, unreachable: &[&str]| Participant {
-///     id: id.into(), rank_key: "".into(), trains: true, waits: true, is_patient: false,
+///     id: id.into(), rank_key: "".into(), island: None, trains: true, waits: true, is_patient: false,
 ///     unreachable: unreachable.iter().map(|&other| other.into()).collect(), standing: standing.clone(),
 /// };
 /// let table = [member("a", &["c", "d"]), member("b", &["c"]), member("c", &[]), member("d", &["b"])];
@@ -38,13 +39,20 @@ pub(super) fn who_stays(participants: &[Participant], is_majority: bool) -> BTre
     let ids: Vec<&str> = ids.into_iter().collect();
     let index = |id: &str| ids.binary_search(&id).ok();
     let mut cut = vec![BTreeSet::new(); ids.len()];
+    let islands = islands(participants, index);
+    let mates = |member: usize| islands.get(&member).cloned().unwrap_or_else(|| BTreeSet::from([member]));
     for participant in participants {
         let Some(from) = index(&participant.id) else { continue };
         for to in participant.unreachable.iter().filter_map(|id| index(id)).filter(|&to| to != from) {
-            cut[from].insert(to);
-            cut[to].insert(from);
+            for member in mates(from) {
+                cut[member].extend(mates(to));
+            }
+            for member in mates(to) {
+                cut[member].extend(mates(from));
+            }
         }
     }
+    let is_torn = |member: &usize| cut[*member].contains(member); // its island is cut in itself
     let newest = participants.iter().map(|participant| participant.standing.state).max();
     let mut is_newest = vec![false; ids.len()];
     for participant in participants.iter().filter(|participant| Some(participant.standing.state) == newest) {
@@ -64,8 +72,24 @@ pub(super) fn who_stays(participants: &[Participant], is_majority: bool) -> BTre
         best: BTreeSet::new(),
         branches: MAX_BRANCHES,
     };
-    search.run((0..ids.len()).collect());
+    search.run((0..ids.len()).filter(|member| !is_torn(member)).collect());
     search.best.into_iter().map(|member| ids[member]).collect()
+}
+
+/// The members of each member's island, if it has one.
+fn islands(
+    participants: &[Participant],
+    index: impl Fn(&str) -> Option<usize>,
+) -> BTreeMap<usize, BTreeSet<usize>> {
+    let mut by_name: BTreeMap<&str, BTreeSet<usize>> = BTreeMap::new();
+    for participant in participants {
+        if let (Some(island), Some(member)) = (&participant.island, index(&participant.id)) {
+            by_name.entry(&island.name).or_default().insert(member);
+        }
+    }
+    let of_members =
+        |island: BTreeSet<usize>| island.clone().into_iter().map(move |each| (each, island.clone()));
+    by_name.into_values().flat_map(of_members).collect()
 }
 
 /// Branch-and-bound search for the best set without a separated pair: at each member with cuts, one branch includes it

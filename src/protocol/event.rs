@@ -80,6 +80,18 @@ pub struct Begun {
     pub groups: Vec<(u64, u64)>,
 }
 
+/// The place of a process in its island.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Island {
+    /// Name of the island; each start of it has another one.
+    pub name: String,
+    /// Position of the process, from 0. The processes of one position hold the same shards.
+    pub position: usize,
+    /// Number of positions.
+    pub size: usize,
+}
+
 /// One member of a set that the Lighthouse named.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -88,6 +100,8 @@ pub struct Participant {
     pub id: String,
     /// Sort key of ranks; members with equal keys are sorted by id.
     pub rank_key: String,
+    /// Its place in its island, if it has one.
+    pub island: Option<Island>,
     /// False for a replica node; replica nodes have the last ranks.
     pub trains: bool,
     /// Whether it waits for the answer. A training member asks in the background, to learn of newcomers.
@@ -127,16 +141,18 @@ pub enum Event {
     Overheard {
         /// As in `Quorum`.
         id: u64,
-        /// As in `Quorum`; empty for a set that names this member but is otherwise not trustworthy.
+        /// As in `Quorum`.
         participants: Vec<Participant>,
+        /// Whether the set is refused; see [`Refused`].
+        is_refused: bool,
     },
     /// Answers `Ask`: no Lighthouse answered, or it answered with an untrustworthy set.
     Unanswered {
         /// Reason for the log.
         reason: String,
-        /// Number of that set if it names this member: nothing happens under it without this member.
+        /// That set, if it names this member.
         #[serde(default, skip_serializing_if = "Option::is_none")]
-        named: Option<u64>,
+        refused: Option<Refused>,
     },
     /// Answers `Compare`: the answers that the members of the group received, by rank.
     Compared {
@@ -212,6 +228,17 @@ pub enum Event {
     Parted,
 }
 
+/// An untrustworthy set that names this member. It refuses the set, and nothing happens under it without this member,
+/// unless its island is incomplete in it.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Refused {
+    /// Number of the set.
+    pub id: u64,
+    /// As in `Quorum`.
+    pub participants: Vec<Participant>,
+}
+
 /// Reason why a member ends.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize)]
 #[serde(tag = "why", rename_all = "snake_case")]
@@ -227,6 +254,13 @@ pub enum Stop {
         adopted: u64,
         /// Number of the current set.
         id: u64,
+    },
+    /// This member has state of the job, and its island has lost a process.
+    IslandLost {
+        /// Number of present positions.
+        found: usize,
+        /// Number of positions.
+        size: usize,
     },
     /// The job has finished, and this spare was not needed.
     Finished,
@@ -253,6 +287,13 @@ pub enum Wait {
         found: usize,
         /// Number of members needed.
         needed: usize,
+    },
+    /// Processes of this member's island are missing.
+    Island {
+        /// Number of present positions.
+        found: usize,
+        /// Number of positions.
+        size: usize,
     },
     /// Absent members may only be slow to reach a Lighthouse that has restarted.
     Absent,

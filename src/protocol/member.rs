@@ -72,7 +72,7 @@ enum Phase {
 /// let mut member = Protocol::new(settings);
 /// let [Command::Ask { standing, .. }] = &member.handle(Event::Look { until: 10 })?[..] else { panic!() };
 /// let me = Participant {
-///     id: "a".into(), rank_key: "".into(), trains: true, waits: true, is_patient: false, unreachable: vec![],
+///     id: "a".into(), rank_key: "".into(), island: None, trains: true, waits: true, is_patient: false, unreachable: vec![],
 ///     standing: standing.clone(),
 /// };
 /// assert!(matches!(member.handle(Event::Quorum { id: 1, participants: vec![me], is_promoted: false })?[..], [Command::Connect { .. }]));
@@ -120,6 +120,8 @@ pub struct Protocol {
     heard: Option<(u64, Vec<Participant>)>,
     /// Whether it has sent a background inquiry since its last other answer.
     inquires: bool,
+    /// Whether it has withdrawn since its last group, with its island.
+    has_withdrawn: bool,
     /// Whether this member has seen newcomers, and whether any member of the group has, by the last vote.
     calls: bool,
     is_called: bool,
@@ -165,6 +167,7 @@ impl Protocol {
             is_renumbered: false,
             heard: None,
             inquires: false,
+            has_withdrawn: false,
             calls: false,
             is_called: false,
             recoveries: 0,
@@ -209,22 +212,24 @@ impl Protocol {
     pub fn handle(&mut self, event: Event) -> Result<Vec<Command>> {
         Ok(match (self.phase, event) {
             (Phase::Over, Event::Lost { .. } | Event::Overheard { .. }) => vec![],
-            (_, Event::Overheard { id, participants }) => self.overhear(id, &participants),
+            (_, Event::Overheard { id, participants, is_refused }) => {
+                self.overhear(id, &participants, is_refused)
+            }
             (_, Event::Lost { reason }) => self.lose(reason),
             (Phase::Apart | Phase::Ready, Event::Look { until }) => self.look(until),
             (Phase::Asking, Event::Quorum { id, participants, .. }) if self.group.is_some() => {
                 self.compare(Some((id, participants)))
             }
-            (Phase::Asking, Event::Unanswered { named, .. }) if self.group.is_some() => {
-                self.note_refused(named);
+            (Phase::Asking, Event::Unanswered { refused, .. }) if self.group.is_some() => {
+                self.note_refused(refused);
                 self.compare(None)
             }
             (Phase::Comparing, Event::Compared { sets }) => self.compared(&sets),
             (Phase::Asking, Event::Quorum { id, participants, is_promoted }) => {
                 self.judge(id, &participants, is_promoted)
             }
-            (Phase::Asking, Event::Unanswered { reason, named }) => {
-                self.note_refused(named);
+            (Phase::Asking, Event::Unanswered { reason, refused }) => {
+                self.note_refused(refused);
                 self.retry(reason)
             }
             (Phase::Asking | Phase::Waiting, Event::OutOfTime { reason }) => {

@@ -8,14 +8,14 @@
 //! one job. The seal is present if the job has a secret: a tag of the sender's id and of the other fields. Anyone can
 //! send something to the Lighthouse: text that does not parse is treated as a stranger's and is no error.
 
-use super::event::Standing;
+use super::event::{Island, Standing};
 use super::version::STEP_BITS;
 use crate::secret::Secret;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
 /// Version of the protocol; raised with every change of the messages or of the conclusions drawn from them.
-pub const PROTOCOL: u64 = 11;
+pub const PROTOCOL: u64 = 12;
 /// Purpose of the tags of messages.
 const SEAL: &str = "message";
 /// Content of an operator's message, in place of a member's.
@@ -53,6 +53,8 @@ pub struct Message {
     pub steps: u64,
     /// Sort key of ranks.
     pub rank_key: String,
+    /// Its place in its island, if it has one.
+    pub island: Option<Island>,
     /// Address of its store, `host:port`.
     pub store: String,
     /// Address of its probe server, `host:port`.
@@ -359,6 +361,13 @@ fn check(message: &Message) -> Result<(), String> {
     let quarantines = message.quarantined.len();
     if quarantines > MAX_QUARANTINES {
         return Err(format!("quarantined: expected at most {MAX_QUARANTINES}, got {quarantines}"));
+    }
+    if let Some(Island { name, position, size }) = &message.island
+        && (name.is_empty() || position >= size)
+    {
+        return Err(format!(
+            "island: expected a name and a position below the size, got {name:?}, position {position} of {size}"
+        ));
     }
     let standing = &message.standing;
     let most = (1 << (u64::BITS - STEP_BITS)) - 1;

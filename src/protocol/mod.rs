@@ -31,6 +31,11 @@
 //! compute the same set: its members reach each other and have the newest state. The others withdraw until they can
 //! reach it, and it waits until the Lighthouse names it alone. Nothing happens under a set without all of its members.
 //!
+//! **An island takes part completely or not at all.** All members leave out incomplete islands before they judge a set,
+//! and the others may continue in it. So a member that is left out does not vouch for that set: it cannot know later
+//! that nothing happened under it. A newcomer that is left out waits for the rest of its island. A member with state of
+//! the job ends, since its island has lost a process.
+//!
 //! **Several Lighthouses may name several sets.** A partition may leave a Lighthouse on each side. Then only the set
 //! with a majority of the last group continues, or with half of it including its lowest id, whichever Lighthouse names
 //! it. All others wait and ask one Lighthouse after the other until a majority is together, or until the operator
@@ -47,6 +52,7 @@
 mod agreement;
 mod cut;
 mod event;
+mod island;
 mod majority;
 mod member;
 mod message;
@@ -54,7 +60,10 @@ mod version;
 
 pub use agreement::{Agreement, Need, Verdict, judge, without_idle_spares};
 pub use cut::reach_each_other;
-pub use event::{Begun, Command, Event, LastGroup, Participant, Passed, Standing, Stop, Wait};
+pub use event::{
+    Begun, Command, Event, Island, LastGroup, Participant, Passed, Refused, Standing, Stop, Wait,
+};
+pub use island::without_incomplete_islands;
 pub use member::{MAX_RECOVERIES, Protocol, Settings};
 pub use message::{
     Decoded, Message, PROTOCOL, Quarantine, Role, decode_message, encode_ended, encode_lift, encode_message,

@@ -56,7 +56,7 @@ impl Members {
         let mut participants = self.old_ones(&standing, false);
         let (id, mut newcomer) = self.newcomer();
         participants.push(participant(&id, asked(&mut newcomer)?, true));
-        self.old.handle(Event::Overheard { id: self.set + 1, participants }).map(|_| ())
+        self.old.handle(Event::Overheard { id: self.set + 1, participants, is_refused: false }).map(|_| ())
     }
 
     /// The Lighthouse's answer: the survivors, and any newcomers.
@@ -131,6 +131,7 @@ pub(super) fn participant(id: &str, standing: Standing, waits: bool) -> Particip
     Participant {
         id: id.into(),
         rank_key: String::new(),
+        island: None,
         trains: true,
         waits,
         is_patient: false,

@@ -59,6 +59,7 @@ fn message(draw: &mut Draw) -> Message {
         role: *draw.pick(&[Role::Train, Role::Replica]),
         domain: String::new(),
         rank_key: String::new(),
+        island: None,
         store: format!("host:{}", 1 + draw.below(65_535)),
         probe_address: format!("[::1]:{}", 1 + draw.below(65_535)),
         transport: format!("[::1]:{}", 1 + draw.below(65_535)),

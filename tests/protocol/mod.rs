@@ -1,6 +1,7 @@
 //! The commit protocol: the answers of one member to each event, and the members that continue.
 
 mod agreement;
+mod island;
 mod majority;
 mod member;
 mod spare;
@@ -31,6 +32,7 @@ fn participant(id: &str, standing: Standing) -> Participant {
     Participant {
         id: id.into(),
         rank_key: String::new(),
+        island: None,
         trains: true,
         waits: true,
         is_patient: false,

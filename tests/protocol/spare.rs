@@ -58,7 +58,7 @@ fn members_do_not_call_for_an_agreement_because_of_a_spare() {
         let told = Standing { is_spare, ..standing(false, 0) };
         let [a, b] = ["a", "b"].map(|id| Participant { waits: false, ..participant(id, standing(true, 2)) });
         let participants = vec![a, b, participant("s", told)];
-        assert_eq!(member.handle(Event::Overheard { id: 2, participants }).unwrap(), []);
+        assert_eq!(member.handle(Event::Overheard { id: 2, participants, is_refused: false }).unwrap(), []);
         let commands = member.handle(Event::Gradients { is_whole: true, leaves: false, lag: 0 }).unwrap();
         assert_eq!(commands, [Command::Vote { version: version_of(1, 0), calls }]);
     }
@@ -82,7 +82,7 @@ fn members_tell_the_end_only_where_spares_wait() {
         let spare = participant("s", Standing { is_spare: true, ..standing(false, 0) });
         let [a, b] = ["a", "b"].map(|id| Participant { waits: false, ..participant(id, standing(true, 2)) });
         let participants = [vec![a, b], if waits { vec![spare] } else { vec![] }].concat();
-        assert_eq!(member.handle(Event::Overheard { id: 2, participants }).unwrap(), []);
+        assert_eq!(member.handle(Event::Overheard { id: 2, participants, is_refused: false }).unwrap(), []);
         member.handle(Event::Gradients { is_whole: true, leaves: false, lag: 0 }).unwrap();
         member.handle(Event::Tally { votes: 2, leaving: 0, newcomer_seen: 0, sums: vec![] }).unwrap();
         member.handle(Event::Look { until: 1 }).unwrap();

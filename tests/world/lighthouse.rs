@@ -103,7 +103,10 @@ impl World {
     pub(super) fn overhear(&mut self, number: usize) {
         let node = &mut self.nodes[number];
         if let Some((id, participants)) = node.overheard.take() {
-            let commands = node.protocol.handle(Event::Overheard { id, participants }).expect("at any time");
+            let commands = node
+                .protocol
+                .handle(Event::Overheard { id, participants, is_refused: false })
+                .expect("at any time");
             assert!(commands.is_empty(), "nobody acts on what is overheard");
         }
     }

@@ -336,7 +336,7 @@ impl World {
             Action::Silence(number) => {
                 world.silences_left -= 1;
                 world.nodes[number].move_on(setting);
-                world.feed(number, Event::Unanswered { reason: "silence".into(), named: None }, setting);
+                world.feed(number, Event::Unanswered { reason: "silence".into(), refused: None }, setting);
             }
             Action::Waited(number) => {
                 world.has_come_in_vain |=

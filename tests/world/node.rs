@@ -245,8 +245,16 @@ impl World {
         let unreachable =
             (0..self.nodes.len()).filter(|&other| self.are_cut(number, other)).map(name).collect();
         let (id, rank_key, is_patient) = (name(number), String::new(), self.nodes[number].is_patient);
-        let participant =
-            Participant { id, rank_key, trains: true, waits, is_patient, unreachable, standing };
+        let participant = Participant {
+            id,
+            rank_key,
+            island: None,
+            trains: true,
+            waits,
+            is_patient,
+            unreachable,
+            standing,
+        };
         self.lighthouses[self.nodes[number].lighthouse].asking.insert(number, participant);
     }
 

@@ -16,7 +16,7 @@ from datetime import timedelta
 from typing import Any
 
 from evermoe.comm._torchft import torchft
-from evermoe.comm.messages import MemberReport, Messages
+from evermoe.comm.messages import MemberReport, Messages, participant
 from evermoe.comm.reachability import Reachability
 from evermoe.process.native_calls import native_call
 
@@ -110,7 +110,10 @@ class EndedMembers:
             self._until.pop(each, None)
         problem = self._messages.problem(members, group)
         if problem:
-            self._messages.refused = number if self._messages.names_this_member(members) else None
+            is_named, self._messages.refused = self._messages.names_this_member(members), None
+            if is_named:
+                named = [participant(each.id, each.data) for each in members]
+                self._messages.refused = {"id": number, "participants": named}
             self._doubts += 1
             if self._doubts >= MAX_DOUBTS or self._messages.is_reported_ended:
                 self._doubts, self._doubtful = 0, set(group)

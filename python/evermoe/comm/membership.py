@@ -13,7 +13,7 @@ import time
 import uuid
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import timedelta
 from typing import Any
 
@@ -27,7 +27,9 @@ from evermoe.comm.failure_detector import FailureDetector
 from evermoe.comm.gathering import not_admitted_error
 from evermoe.comm.group import Group, connect_timeout
 from evermoe.comm.inquiry import Inquiry
+from evermoe.comm.island import Island, check_options
 from evermoe.comm.lighthouse import Lighthouses
+from evermoe.comm.member_groups import MemberGroups
 from evermoe.comm.messages import Identity, Messages, job_secret, participant
 from evermoe.comm.open_files import reserve_open_files
 from evermoe.comm.plain_reason import plain_reason
@@ -59,6 +61,10 @@ class MembershipManager:
         device: device of the tensors that `trainer_group` takes.
         rank_key: sort key of ranks; members with equal keys are sorted by id.
         side_device: device of the tensors that `side_group` takes; None: it is not needed.
+        island: place of this process in its island, by which ranks are sorted, then; None: it has none.
+
+    Raises:
+        ValueError: members of islands ask one Lighthouse, and all of them train.
     """
 
     _meeting: str | None = None
@@ -76,26 +82,34 @@ class MembershipManager:
         device: torch.device,
         rank_key: str = "",
         side_device: torch.device | None = None,
+        island: Island | None = None,
     ) -> None:
+        check_options(island, options, lighthouse)
         reserve_open_files(options.members or 1)
-        self.id, self.node, self.rank_key = f"{node}-{uuid.uuid4().hex[:8]}", node, rank_key
+        self.id, self.node, self.device, self.island = f"{node}-{uuid.uuid4().hex[:8]}", node, device, island
+        self.rank_key = rank_key if island is None else island.rank_key
         secret, place = job_secret(), find_endpoint(options.address, split_addresses(lighthouse))
         self.lighthouses = Lighthouses(lighthouse, self.id, place.host, place.manager)
-        common = {**identity.options, "lighthouses": "several" if self.lighthouses.are_several else "one"}
-        self.identity = identity = replace(identity, options=common)
+        common = {
+            "lighthouses": "several" if self.lighthouses.are_several else "one",
+            "island size": "none" if island is None else str(island.size),
+        }
+        self.identity = identity = replace(identity, options={**identity.options, **common})
         self.messages = Messages(self.id, identity, lighthouse, secret, find_hardware(node, device))
         self.role, self.is_spare = "train" if options.trains else "replica", options.role == "spare"
         self.allows_solo_resume = options.allow_solo_resume
         self._members, self._domain = options.members or 1, options.domain or ""
-        interface = place.address or (place.host if options.address else None)
-        self.trainer_group = Group(interface)
-        """Group of the members that train; on a replica node it has one member."""
+        self._hang_timeout = timedelta(seconds=options.hang_timeout)
         self.transport = Transport(place.host, place.address, secret, options.transport, place.cards)
         """Messages of background threads between all members, including replica nodes."""
-        self._with_replicas = Group(interface)
-        self.side_group, self._side_device = Group(interface), side_device
+        interface = place.address or (place.host if options.address else None)
+        self._groups = groups = MemberGroups(interface, self.transport, self._hang_timeout, island, device, side_device)
+        self.trainer_group = groups.trainers
+        """Group of the members that train; on a replica node it has one member."""
+        self.side_group = groups.side
         """Second group of the trainers, for collectives in the background; in a pipeline that of a stage's ranks."""
-        _link([self.trainer_group, self._with_replicas, self.side_group], self.transport)
+        self.position_group = groups.position
+        """Group of the trainers with this one's position in their islands, in the order of ranks."""
         self.steps = 0
         """Steps after which the script ends the job; 0 for no limit."""
         self.established = False
@@ -110,9 +124,7 @@ class MembershipManager:
         """Number of members that train."""
         self.store: Any = None
         """Store in which further groups of the current members can meet; its prefix is unique to the epoch."""
-        self.device = device
         self._heartbeat_timeout, self._quorum_timeout = options.heartbeat_timeout, options.quorum_timeout
-        self._hang_timeout = timedelta(seconds=options.hang_timeout)
         self._patience, self._is_expected, self._came = 0.0, False, time.monotonic()
         self._answered: float | None = None
         """Time of the Lighthouse's first answer in this agreement."""
@@ -125,7 +137,7 @@ class MembershipManager:
         """This member's store, and clients of the others' stores."""
         self.failure_detector = FailureDetector(
             self.reach,
-            (self.trainer_group, self._with_replicas),
+            (groups.trainers, groups.with_replicas, groups.position),
             heartbeat_timeout=options.heartbeat_timeout,
             hang_timeout=options.hang_timeout,
             on_silent=self._member_is_silent,
@@ -142,7 +154,7 @@ class MembershipManager:
     @property
     def everyone(self) -> Group:
         """Group of all members: trainers, with their ranks in `trainer_group`, then replica nodes."""
-        return self.trainer_group if self.num_trainers == len(self.nodes) or not self.nodes else self._with_replicas
+        return self._groups.everyone
 
     # ---- an agreement
 
@@ -185,15 +197,16 @@ class MembershipManager:
         """
         self._inquiry.begin_asking(self._message(standing, RETURN_SECONDS, waits=False), len(self.nodes))
 
-    def take_answers(self) -> list[tuple[int, list[dict[str, Any]]]]:
-        """Return the answers to `inquire` since the last call, each like that of `request_members`."""
+    def take_answers(self) -> list[dict[str, Any]]:
+        """Return the answers to `inquire` since the last call: fields of `Overheard` in `src/protocol/event.rs`."""
         found = []
         for quorum in self._inquiry.take_answers():
             asked = self.messages.read_members(quorum.participants, is_established=True)
             self.stores.connect_new({each.id: each.data for each in asked if each.data["standing"]["is_spare"]})
             if self.messages.names_this_member(asked):
-                asked = [] if self.messages.problem(asked) else asked
-                found.append((quorum.quorum_id, [participant(member.id, member.data) for member in asked]))
+                named = [participant(member.id, member.data) for member in asked]
+                is_refused = bool(self.messages.problem(asked))
+                found.append({"id": quorum.quorum_id, "participants": named, "is_refused": is_refused})
         return found
 
     def request_members(self, standing: dict[str, Any], *, is_intact: bool) -> tuple[int, list[dict[str, Any]]]:
@@ -250,6 +263,7 @@ class MembershipManager:
             "role": self.role,
             "steps": self.steps,
             "rank_key": self.rank_key,
+            "island": None if self.island is None else asdict(self.island),
             "store": self.stores.address,
             "probe_address": self.reach.address,
             "transport": self.transport.address,
@@ -288,7 +302,7 @@ class MembershipManager:
                 self.nodes = [each["node"] for each in self.members.values()]
                 self.num_trainers = num_trainers
                 self.messages.quarantines.choose_writers(members.index(self.id), len(members))
-                self._rebuild(store, members.index(self.id), len(members))
+                self._groups.rebuild(store, members.index(self.id), len(members), num_trainers)
                 addresses = [self.named[member]["transport"] for member in members]
                 limit = max(connect_timeout(len(members)), timedelta(seconds=self._heartbeat_timeout))
                 self.transport.connect(epoch, members.index(self.id), addresses, self._hang_timeout, limit)
@@ -315,18 +329,6 @@ class MembershipManager:
         else:
             self.stores.end_connections_to(meeting)
 
-    def _rebuild(self, store: Any, rank: int, size: int) -> None:
-        self.trainer_group.drop("the group is being rebuilt")
-        cpu, limit = torch.device("cpu"), self._hang_timeout
-        if size > self.num_trainers:
-            self._with_replicas.rebuild(dist.PrefixStore("everyone", store), rank, size, cpu, limit)
-        if self.role == "train":
-            self.trainer_group.rebuild(store, rank, self.num_trainers, self.device, limit)
-            if (device := self._side_device) is not None:
-                self.side_group.rebuild(dist.PrefixStore("side", store), rank, self.num_trainers, device, limit)
-        else:
-            self.trainer_group.rebuild(store, 0, 1, cpu, limit)
-
     def close(self) -> None:
         """Leave the job: close all sockets and stop the heartbeat."""
         self.failure_detector.end_watch()
@@ -348,9 +350,3 @@ class MembershipManager:
         self.lighthouses.close_client()
         self._stop_heartbeat()
         self.reach.wait_until_reached(seconds)
-
-
-def _link(groups: list[Group], transport: Transport) -> None:
-    """Link the groups, so that dropping one drops all."""
-    for group in groups:
-        group.linked, group.transport = [other for other in groups if other is not group], transport

@@ -126,8 +126,8 @@ class Messages:
         self._warned: set[str] = set()
         self.is_promoted = False
         """Whether an operator has promoted the members of the latest set to resume although others may be missing."""
-        self.refused: int | None = None
-        """Number of the latest set if it is inconsistent and `names_this_member`."""
+        self.refused: dict[str, Any] | None = None
+        """The latest set, as in `Refused` of `src/protocol/event.rs`, if it is inconsistent and `names_this_member`."""
         self._ended_by_own_name: set[str] = set()
         """Members reported as ended in the latest set under their own names: see `write_ended`."""
         self._ended_by_other_name: set[str] = set()
@@ -372,6 +372,7 @@ def participant(name: str, data: dict[str, Any]) -> dict[str, Any]:
     return {
         "id": name,
         "rank_key": data["rank_key"],
+        "island": data["island"],
         "trains": data["role"] == "train",
         "waits": data["waits"],
         "is_patient": data["patience"] > 0,

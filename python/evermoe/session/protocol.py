@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 from evermoe import _native
 from evermoe.comm.membership import MembershipManager
 from evermoe.comm.vote import Ballot, cast
-from evermoe.errors import JobFinished, LeftBehind, PeerLost
+from evermoe.errors import IslandLost, JobFinished, LeftBehind, PeerLost
 from evermoe.session.commands import Driver, Event
 from evermoe.session.rendezvous import Rendezvous
 from evermoe.state.version import step_of
@@ -264,5 +264,11 @@ class CommitProtocol:
                 f"{fields['id']} now, and no member of those between is left: the others continued without it, and may "
                 "have committed steps that it does not know. Start it again to join them or to resume from what is "
                 "left; with allow_solo_resume it would train on from its own state."
+            )
+        if why == "island_lost":
+            raise IslandLost(
+                f"of the {fields['size']} processes of this worker's island, {fields['found']} are left, and an island "
+                "takes part only with all of them: the other islands continue without it. Start all processes of this "
+                "island again, as torchrun does when one ends: they join the others and take their state."
             )
         raise self._membership.timeout_error(fields["reason"])

@@ -48,7 +48,7 @@ class Rendezvous:
         try:
             number, participants = self._membership.request_members(standing, is_intact=is_intact)
         except ConnectionError as error:
-            unanswered = {"event": "unanswered", "reason": str(error), "named": self._membership.messages.refused}
+            unanswered = {"event": "unanswered", "reason": str(error), "refused": self._membership.messages.refused}
             if is_intact:
                 return unanswered
             if self._membership.is_out_of_time():
@@ -68,10 +68,7 @@ class Rendezvous:
 
     def overheard(self) -> list[Event]:
         """Return the Lighthouse's answers since the last call."""
-        return [
-            {"event": "overheard", "id": number, "participants": participants}
-            for number, participants in self._membership.take_answers()
-        ]
+        return [{"event": "overheard"} | answer for answer in self._membership.take_answers()]
 
     def compare(self, set: int | None) -> Event:
         """Gather the Lighthouse's answers of all members of the group: `compared`."""
@@ -93,6 +90,8 @@ class Rendezvous:
             self._membership.messages.gathering.needed = needed
         if self._membership.is_out_of_time():
             reason = self._lacking(found, size) if why == "minority" else "some members are absent"
+            if why == "island":
+                reason = f"of the {size} processes of this worker's island, {found} have come"
             if why == "members":
                 reason = ""  # the message names the members that have come
             silent = self._membership.lighthouses.silent

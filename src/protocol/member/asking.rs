@@ -1,9 +1,10 @@
 //! Membership: when a member asks the Lighthouse, and how it reacts to the answer.
 
 use super::{MAX_RECOVERIES, Phase, Protocol};
-use crate::protocol::agreement::{Agreement, Need, Verdict, judge, without_idle_spares};
+use crate::protocol::agreement::{Agreement, Need, Verdict, awaits_absent, judge, without_idle_spares};
 use crate::protocol::cut::reach_each_other;
-use crate::protocol::event::{Begun, Command, LastGroup, Participant, Standing, Stop, Wait};
+use crate::protocol::event::{Begun, Command, LastGroup, Participant, Refused, Standing, Stop, Wait};
+use crate::protocol::island::{incomplete, without_incomplete_islands};
 use crate::protocol::version::{generation_of, step_of};
 use std::hash::{Hash, Hasher};
 use xxhash_rust::xxh3::Xxh3;
@@ -98,11 +99,16 @@ impl Protocol {
         }
     }
 
-    /// As [`note_named`](Self::note_named), for an untrustworthy set: no member continues in it.
-    pub(super) fn note_refused(&mut self, set: Option<u64>) {
-        if let Some(id) = set {
-            self.note_named(id);
+    /// As [`note_named`](Self::note_named), unless this member is left out with its island.
+    pub(super) fn note_refused(&mut self, set: Option<Refused>) {
+        if let Some(set) = set.filter(|set| incomplete(&set.participants, &self.settings.id).is_none()) {
+            self.note_named(set.id);
         }
+    }
+
+    /// The members of a set that count: complete islands, and no idle spares.
+    fn counted(&self, participants: &[Participant]) -> Vec<Participant> {
+        without_idle_spares(&without_incomplete_islands(participants), self.settings.members)
     }
 
     fn note_spares(&mut self, participants: &[Participant]) {
@@ -124,13 +130,21 @@ impl Protocol {
 
     /// No member acts on such an answer alone: the vote informs all members that one has seen newcomers, and they ask
     /// together.
-    pub(super) fn overhear(&mut self, id: u64, participants: &[Participant]) -> Vec<Command> {
+    pub(super) fn overhear(
+        &mut self,
+        id: u64,
+        participants: &[Participant],
+        is_refused: bool,
+    ) -> Vec<Command> {
+        if incomplete(participants, &self.settings.id).is_some() {
+            return vec![]; // others may continue in this set
+        }
         self.note_named(id);
-        if participants.is_empty() {
+        if is_refused {
             return vec![];
         }
         self.note_spares(participants);
-        let participants = &without_idle_spares(participants, self.settings.members)[..];
+        let participants = &self.counted(participants)[..];
         if let Some(group) = &self.group {
             let found =
                 participants.iter().filter(|participant| group.members.contains(&participant.id)).count();
@@ -150,6 +164,7 @@ impl Protocol {
     /// set.
     pub(super) fn connected(&mut self) {
         self.note_adopted(self.connecting);
+        self.has_withdrawn = false;
         let Some(group) = &self.group else { return };
         self.adopted.1 = group.members.len();
         self.begun.clear();
@@ -195,12 +210,19 @@ impl Protocol {
         if self.is_spare && participants.iter().any(|each| each.standing.is_done && !each.waits) {
             return self.stop(Stop::Finished);
         }
-        let participants = &without_idle_spares(participants, self.settings.members)[..];
+        if let Some((found, size)) = incomplete(participants, &self.settings.id) {
+            return self.left_out(found, size, participants);
+        }
+        let participants = &self.counted(participants)[..];
         if self.is_spare && participants.iter().all(|each| each.id != self.settings.id) {
             // Others may continue in this set without this member, so it cannot vouch for their steps.
             return self.wait(Wait::Spare);
         }
         self.note_named(id);
+        let is_left_out = |id: &String| participants.iter().all(|each| each.id != *id);
+        if self.group.as_ref().is_some_and(|group| group.members.iter().any(is_left_out)) {
+            return self.inquire_and_go_on(); // all answers are the same: another process claims a position
+        }
         let need = Need {
             members: self.settings.members,
             is_always: self.settings.is_fixed,
@@ -224,6 +246,7 @@ impl Protocol {
             Verdict::Wait(why) => self.wait(why),
             Verdict::Cut(stay) if stay.contains(&self.settings.id) => self.wait(Wait::Cut),
             Verdict::Cut(_) => {
+                self.has_withdrawn = true;
                 self.phase = Phase::Waiting;
                 vec![Command::Withdraw]
             }
@@ -233,6 +256,23 @@ impl Protocol {
             }
             Verdict::LeftBehind { .. } => self.wait(Wait::LeftBehind),
         }
+    }
+
+    /// Others may continue in this set without this member and its island.
+    fn left_out(&mut self, found: usize, size: usize, participants: &[Participant]) -> Vec<Command> {
+        if self.group.is_some() {
+            return self.inquire_and_go_on(); // as the rest of the group
+        }
+        if self.is_done {
+            return self.close();
+        }
+        if !self.established || self.has_withdrawn {
+            return self.wait(Wait::Island { found, size });
+        }
+        if awaits_absent(participants) {
+            return self.wait(Wait::Absent);
+        }
+        self.stop(Stop::IslandLost { found, size })
     }
 
     /// Whether this member and all others have announced their departure: no member continues, and some are gone.

@@ -32,6 +32,7 @@ def told(messages: Messages, generation: int, steps: int = 9, is_established: bo
         "node": "n",
         "domain": "",
         "rank_key": "",
+        "island": None,
         "unreachable": [],
     }
     return messages.write_message(

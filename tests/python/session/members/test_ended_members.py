@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from datetime import timedelta
@@ -17,6 +18,7 @@ from evermoe.comm.messages import Identity, MemberReport, Messages
 from evermoe.comm.reachability import Reachability
 from support.harness import PATIENCE, wait_until
 from support.history import check_history
+from support.messages import told
 from support.worker import Fault
 
 HOUR = 3600.0
@@ -219,11 +221,12 @@ def test_members_store_the_number_of_a_rejected_set_that_names_them():
     """Otherwise members that resume later would take it for a set in which others resumed without them."""
     own = messages()
     ended = EndedMembers("a", own, Reachability("a", Endpoint(LOOPBACK, LOOPBACK)))
-    reports = [MemberReport(each, "job", {"probe_address": "127.0.0.1:1"}) for each in "ac"]
+    data = json.loads(told(own, 1)["message"])
+    reports = [MemberReport(each, "job", data | {"probe_address": "127.0.0.1:1"}) for each in "ac"]
     own.read_members([Participant("b", own.write_ended("b")["b"])], is_established=True)
     with pytest.raises(ConnectionError, match="whether b has ended"):
         ended.check_set(7, reports, "abc")
-    assert own.refused == 7
+    assert (own.refused["id"], [each["id"] for each in own.refused["participants"]]) == (7, ["a", "c"])
     with pytest.raises(ConnectionError, match="a message that differs"):
         ended.check_set(8, reports[1:], "abc")
     assert own.refused is None
