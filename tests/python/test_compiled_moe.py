@@ -95,7 +95,7 @@ def opcheck_cases():
     matrices, ends = torch.randn(EXPERTS, 32, WIDTH, requires_grad=True), counts.cumsum(0).int()
     odd = [each.detach()[..., :7].requires_grad_() for each in (rows, matrices)]
     return {
-        "plan_exchange": (layer.experts._name, counts, EXPERTS, [2, 0, 0, 1]),
+        "plan_exchange": (layer.experts._name, counts, EXPERTS, [2, 0, 0, 1], True),
         "send_rows": (layer.experts._name, rows, splits),
         "exchange_rows": (layer.experts._name, rows, splits, 8, True),
         "multiply": (rows, matrices, ends),

@@ -54,6 +54,11 @@ class BackgroundCollectives:
         """The group of the collectives: that of all others where nothing runs in the background."""
         return self._own if self.is_available else self._trainers
 
+    @property
+    def finishes_steps(self) -> bool:
+        """Whether a step that loses a member runs to its end."""
+        return self._trainers.finishes_steps
+
     def submit(self, work: Callable[[], None]) -> Pending:
         """Run `work` after everything that was submitted before it."""
         event = None if self._stream is None else torch.cuda.current_stream(self._stream.device).record_event()

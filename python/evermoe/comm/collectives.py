@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from evermoe.comm import step_exchanges
 from evermoe.comm.group import Group
 from evermoe.planning.footprint import BUCKET_BYTES
 
@@ -29,12 +30,12 @@ class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, send: list[int], receive: list[int], group: Group) -> Tensor:
         ctx.send, ctx.receive, ctx.group = send, receive, group
-        return group.all_to_all(rows, send, receive)
+        return step_exchanges.all_to_all(rows, send, receive, group)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         rows = gradients[0].contiguous()
-        return ctx.group.all_to_all(rows, ctx.receive, ctx.send), None, None, None
+        return step_exchanges.all_to_all(rows, ctx.receive, ctx.send, ctx.group), None, None, None
 
 
 def all_to_all(rows: Tensor, sent_R: list[int], received_R: list[int], group: Group) -> Tensor:
@@ -48,11 +49,11 @@ class _AllReduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, group: Group) -> Tensor:
         ctx.group = group
-        return group.all_reduce(values.clone(memory_format=torch.contiguous_format))
+        return step_exchanges.all_reduce(values, group)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return ctx.group.all_reduce(gradients[0].clone(memory_format=torch.contiguous_format)), None
+        return step_exchanges.all_reduce(gradients[0], ctx.group), None
 
 
 def all_reduce(values: Tensor, group: Group) -> Tensor:

@@ -123,6 +123,8 @@ class Group:
         self._posted: list[Any] = []
         """Messages of the latest `post`."""
         self.broken: str | None = None
+        self.finishes_steps = False
+        """Whether a step that loses a member runs to its end; see `evermoe.comm.step_exchanges`."""
         self.begun = Begun()
         """Collectives begun since the group was connected, or since a reader replaced the counter."""
         self.timed_out = False
@@ -298,6 +300,11 @@ class Group:
             return failure and (self.broken or failure)
         finally:
             self._waits.discard(wait)
+
+    @property
+    def gives_zeros(self) -> bool:
+        """Whether exchanges of the step give zeros, as a member is lost and the step runs to its end."""
+        return self.finishes_steps and self.broken is not None
 
     @property
     def is_elastic(self) -> bool:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from evermoe.comm.group import Group
 from evermoe.errors import UnsupportedState
 from evermoe.moe import checkpointing
 
@@ -28,6 +29,7 @@ class Layer:
     """A layer of experts, whose choices may be replaced."""
 
     num_experts: int
+    group: Group
     replaced: Replaced | None = None
     """Set while blocks of `record_routing` and `replay_routing` run."""
     choice: Choice | None = None
@@ -192,6 +194,8 @@ class Choice:
     def _check(self, own_TK: Tensor, ids_TK: Tensor) -> None:
         replay = None if self._replaced is None else self._replaced.replay
         if not (replay is not None or self._is_repeat) or torch.equal(own_TK, ids_TK):
+            return
+        if self._is_repeat and self._layer.group.gives_zeros:  # the zeros of an earlier layer change the scores
             return
         if replay is None:
             raise UnsupportedState(

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from evermoe.comm.group import Group
-from evermoe.errors import UnequalForwards
+from evermoe.errors import PeerLost, UnequalForwards
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """Dtypes in which tokens are sent; members exchange the index."""
@@ -103,10 +103,15 @@ class Turns:
         """Serve other members until it is this layer's turn. Collective.
 
         Raises:
-            PeerLost: a member is lost.
+            PeerLost: a member is lost, and the group does not finish steps.
         """
-        if not self._is_serving:
+        if self._is_serving:
+            return
+        try:
             self._serve_until((self._numbers[id(layer)], *manner))
+        except PeerLost:
+            if not self._group.finishes_steps:
+                raise
 
     def serve_all(self) -> None:
         """Serve other members until all have finished their own work. Collective.

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from evermoe import ops
+from evermoe.comm import step_exchanges
 from evermoe.comm.group import Group
 from evermoe.moe.token_exchange import Exchange
 from evermoe.ops.fp8 import dequantize_rows, quantize_rows
@@ -28,7 +29,7 @@ class _Send(torch.autograd.Function):
         sizes = exchange.sizes  # the host waits here, while the GPU has work
         rows = rows.narrow(0, 0, sum(sizes.sent_R))
         if group.size > 1:
-            rows = group.all_to_all(rows, sizes.sent_R, sizes.received_R)
+            rows = step_exchanges.all_to_all(rows, sizes.sent_R, sizes.received_R, group)
         return dequantize_rows(exchange.by_expert(rows), x_TH.shape[1], x_TH.dtype)
 
     @staticmethod
@@ -37,7 +38,8 @@ class _Send(torch.autograd.Function):
         exchange = ctx.exchange
         rows_NH = exchange.by_source(gradients[0].contiguous())
         if ctx.group.size > 1:
-            rows_NH = ctx.group.all_to_all(rows_NH, exchange.sizes.received_R, exchange.sizes.sent_R)
+            sizes = exchange.sizes
+            rows_NH = step_exchanges.all_to_all(rows_NH, sizes.received_R, sizes.sent_R, ctx.group)
         return ops.unpermute(rows_NH, positions_TK), None, None, None, None
 
 

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from evermoe.comm import step_exchanges
 from evermoe.comm.group import Group
 from evermoe.errors import UnsupportedState
 from evermoe.moe import checkpointing
@@ -29,8 +30,13 @@ class Layer(Served, Protocol):
     group: Group
     ids: list[int]
 
-    def plan_exchange(self, counts_E: Tensor) -> Exchange:
-        """Plan the exchange of this rank's tokens for each expert; collective."""
+    def plan_exchange(self, counts_E: Tensor, *, is_recorded: bool) -> Exchange:
+        """Plan the exchange of this rank's tokens for each expert; collective.
+
+        Args:
+            counts_E: int64, this rank's tokens of each expert.
+            is_recorded: whether a backward may repeat the graph with this exchange.
+        """
         ...
 
 
@@ -83,7 +89,7 @@ def _dynamic_size(least: int) -> torch.SymInt:
 
 @torch.library.custom_op("evermoe::plan_exchange", mutates_args=())
 def plan_exchange(
-    layer: Tensor, counts_E: Tensor, num_local: int, manner: list[int]
+    layer: Tensor, counts_E: Tensor, num_local: int, manner: list[int], is_recorded: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gather the load, count it in the layer, and plan the exchange of tokens; collective.
 
@@ -92,6 +98,7 @@ def plan_exchange(
         counts_E: int64, this rank's tokens of each expert.
         num_local: e, experts of this rank.
         manner: the fields of a `Manner`, with which other members serve this forward in an evaluation.
+        is_recorded: whether gradients are recorded.
 
     Returns:
         `share_E`, float32; `send_ER` and `receive_Re`, int64, on the device of the counts; `splits_2R`, int64 on the
@@ -109,7 +116,8 @@ def plan_exchange(
     found = _layers[int(layer)]
     # A compiler writes other values to the buffer of the counts later, so that a copy is kept. Only a repeat compares.
     kept_E = checkpointing.once(found, "counts", counts_E.clone) if checkpointing.is_enclosed() else counts_E
-    if checkpointing.is_recomputing() and not torch.equal(kept_E, counts_E):
+    is_repeat = checkpointing.is_recomputing() and not found.group.gives_zeros  # zeros change the scores
+    if is_repeat and not torch.equal(kept_E, counts_E):
         raise UnsupportedState(
             "Experts: activation checkpointing ran a compiled forward again, and the router has chosen other experts "
             "than before: call torch.utils.checkpoint.checkpoint with preserve_rng_state=True, or inside the compiled "
@@ -117,13 +125,15 @@ def plan_exchange(
         )
     if found.turns is not None:
         found.turns.take(found, Manner(*manner))
-    exchange = found.plan_exchange(counts_E)
+    exchange = found.plan_exchange(counts_E, is_recorded=is_recorded)
     splits_2R = torch.tensor([exchange.sizes.sent_R, exchange.sizes.received_R], device="cpu")
     return exchange.share_E.float(), exchange.send_ER, exchange.receive_Re, splits_2R
 
 
 @plan_exchange.register_fake
-def _(layer: Tensor, counts_E: Tensor, num_local: int, manner: list[int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _(
+    layer: Tensor, counts_E: Tensor, num_local: int, manner: list[int], is_recorded: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     ranks, experts = _dynamic_size(1), counts_E.shape[0]
     share_E = counts_E.new_empty((experts,), dtype=torch.float32)
     send_ER, receive_Re = counts_E.new_empty((experts, ranks)), counts_E.new_empty((ranks, num_local))
@@ -136,7 +146,7 @@ def _(layer: Tensor, counts_E: Tensor, num_local: int, manner: list[int]) -> tup
 def _exchange(layer: Tensor, rows: Tensor, splits_2R: Tensor, is_return: bool) -> Tensor:
     """Exchange rows. Those after the sent ones are choices of no expert, which stay on this rank."""
     send, receive = splits_2R.flip(0).tolist() if is_return else splits_2R.tolist()
-    return _layers[int(layer)].group.all_to_all(rows.narrow(0, 0, sum(send)), send, receive)
+    return step_exchanges.all_to_all(rows.narrow(0, 0, sum(send)), send, receive, _layers[int(layer)].group)
 
 
 @torch.library.custom_op("evermoe::send_rows", mutates_args=())
@@ -190,7 +200,7 @@ def sum_over_members(layer: Tensor, values: Tensor) -> Tensor:
         layer: from `register`.
         values: any shape.
     """
-    return _layers[int(layer)].group.all_reduce(values.clone(memory_format=torch.contiguous_format))
+    return step_exchanges.all_reduce(values, _layers[int(layer)].group)
 
 
 @sum_over_members.register_fake

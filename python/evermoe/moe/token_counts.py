@@ -27,6 +27,9 @@ class TokenCount:
         """int64, on a device: counts that are not in `_total_E` yet."""
         self.begun = 0
         """Forwards whose exchange has begun since the last `reset`, without those that a CUDA graph replays."""
+        self.received: list[list[int]] = []
+        """Rows of each local expert in compiled forwards since the last `reset` which no backward has repeated; see
+        `evermoe.moe.lost_exchange`."""
 
     def add(self, tokens_E: NDArray[np.int64] | Tensor, *, is_counted: bool) -> None:
         """Count a forward.
@@ -53,7 +56,7 @@ class TokenCount:
 
     def reset(self) -> None:
         """Set the total to zero."""
-        self.begun = 0
+        self.begun, self.received = 0, []
         self._total_E = np.zeros_like(self._total_E)
         if self._on_device_E is not None:
             self._on_device_E.zero_()

@@ -118,6 +118,27 @@ class Exchange:
         )
 
     @staticmethod
+    def lost(counts_E: Tensor, ranks: int, lengths_e: Sequence[int]) -> Exchange:
+        """Plan an exchange that gives zeros, as a member is lost: it fits this rank's tokens, and no other rank's plan.
+
+        Args:
+            counts_E: int64, this rank's tokens of each expert; all of them are sent to rank 0.
+            ranks: R.
+            lengths_e: number of rows of each local expert, which all come from rank 0.
+        """
+        send_ER, receive_Re = counts_E.new_zeros(len(counts_E), ranks), counts_E.new_zeros(ranks, len(lengths_e))
+        send_ER[:, 0], receive_Re[0] = counts_E, counts_E.new_tensor(lengths_e)
+        none, tokens = [0] * (ranks - 1), counts_E.sum()
+        sizes = Sizes(sent_R=[int(tokens), *none], received_R=[sum(lengths_e), *none], lengths_e=list(lengths_e))
+        return Exchange(
+            share_E=counts_E.double() / tokens.clamp(min=1),
+            send_ER=send_ER,
+            receive_Re=receive_Re,
+            ends_e=receive_Re[0].cumsum(0).to(torch.int32),
+            read_sizes=lambda: sizes,
+        )
+
+    @staticmethod
     def padded(tokens_RE: Tensor, padding: Padding, rank: int) -> Exchange:
         """Plan a padded exchange on the device: the host waits for nothing, and no shape depends on a value.
 

@@ -121,10 +121,10 @@ class Buckets:
         """Record that the script begins to backpropagate a loss.
 
         Raises:
-            PeerLost: a member is lost.
+            PeerLost: a member is lost, and the group does not finish steps.
         """
         if self._late is not None:
-            self._late.wait()
+            self._late.wait_in_step()
         self._arrivals.begin_backward()
 
     def _send(self, number: int, gradients: list[Sent]) -> None:

@@ -13,6 +13,7 @@ Backward waits for all buckets, since it sums gradients in the same group.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 
 from evermoe.comm.background_collectives import BackgroundCollectives, Pending
 from evermoe.comm.collectives import send_from_owners
-from evermoe.errors import UnsupportedState
+from evermoe.errors import PeerLost, UnsupportedState
 
 COMPILED = (
     "shard_optimizer='overlap' makes modules wait for their weights before they compute, which a compiled graph leaves "
@@ -71,7 +72,9 @@ class LateWeights:
     def _before_forward(self, module: nn.Module, _: object) -> None:
         if torch.compiler.is_compiling():
             raise UnsupportedState(COMPILED)
-        self._wait_for(_used_by(module))
+        if self._bucket:
+            with self._finishing():
+                self._wait_for(_used_by(module))
 
     def _before_state(self, module: nn.Module, *_: object) -> None:
         self._wait_for(_used_by(module))
@@ -87,6 +90,21 @@ class LateWeights:
             PeerLost: a member is lost. Some weights are older than others until a recovery has sent all again.
         """
         self._wait(len(self._tasks))
+
+    def wait_in_step(self) -> None:
+        """Wait as `wait` does, inside a step, which may run to its end without the weights."""
+        with self._finishing():
+            self.wait()
+
+    @contextmanager
+    def _finishing(self) -> Iterator[None]:
+        """Wait no more after a loss if the step runs to its end: its numbers do not count."""
+        try:
+            yield
+        except PeerLost:
+            if not self._background.finishes_steps:
+                raise
+            self.forget()
 
     def _wait(self, number: int) -> None:
         if number > self._waited:

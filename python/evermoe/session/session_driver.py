@@ -139,6 +139,8 @@ class SessionDriver(RecoveryDriver):
         """
         if self.is_stale(step):
             raise PeerLost(STALE)
+        if self._group.gives_zeros:  # some of the step's numbers are zeros, and its counts of calls are not complete
+            raise PeerLost(str(self._group.broken))
         own_code = next(filter(None, map(foreign_code, each_of(self._script.optimizer))), None)
         refuse_code_in(self._protection.replicas.arithmetics)
         self.guard.end_step(self._group.size)
