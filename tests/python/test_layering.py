@@ -54,7 +54,7 @@ MANY_ATTRIBUTES = {
     "Protection": 26,
     "Evaluations": 17,
     "FailureDetector": 20,
-    "Group": 18,
+    "Group": 19,
     "MembershipManager": 38,
     "Pacer": 21,
     "PipelineRecovery": 18,

@@ -2,8 +2,8 @@
 
 With `Group.finishes_steps` they return zeros once a member is lost, and raise nothing. So the forwards and backwards of
 the step, and all other collectives in them, are the same as without the loss. That matters where the script's process
-belongs to a second group, such as FSDP2's: if an exchange raised there, its process would leave the step, and the other
-processes of the second group would wait for it in their next collective.
+belongs to a second group, such as FSDP2's: if one process left the step, the others of that group would wait for it in
+their next collective.
 
 The group stays broken. The members do not vote on the step, and repeat it.
 """

@@ -6,7 +6,6 @@ Shape suffixes: T tokens of this rank, H hidden width, K experts per token, E ex
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
 
 import numpy as np
 import torch
@@ -22,7 +21,7 @@ from evermoe.moe.choice import Layer, end_choice
 from evermoe.moe.expert import Expert, Product, norm_rows
 from evermoe.moe.expert_copies import PartialExperts
 from evermoe.moe.forward_turns import Manner, Turns
-from evermoe.moe.lost_exchange import plan_or_lose
+from evermoe.moe.lost_exchange import begin_or_lose
 from evermoe.moe.module_paths import named_parts, norm_over_rows
 from evermoe.moe.recorded_rows import feed_forward
 from evermoe.moe.shared_cast import share_cast
@@ -228,11 +227,9 @@ class Experts(PartialExperts, Layer):
 
     def _forward_in_graph(self, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, counts_E: Tensor) -> Tensor:
         """Run the rest of `forward` in a form that `torch.compile` can trace: the exchanges are opaque ops."""
-        num_local = self.weights.shape[0]
-        manner = list(Manner.of(x_TH, ids_TK, in_graph=True))
-        share_E, send_ER, receive_Re, splits_2R = graph_ops.plan_exchange(
-            self._name, counts_E, num_local, manner, torch.is_grad_enabled()
-        )
+        num_local, manner = self.weights.shape[0], list(Manner.of(x_TH, ids_TK, in_graph=True))
+        plan = graph_ops.plan_exchange(self._name, counts_E, num_local, manner, torch.is_grad_enabled())
+        share_E, send_ER, receive_Re, splits_2R = plan
         checkpointing.keep(self, "share_E", share_E)
         row_ids, positions_TK = ops.dispatch_plan(ids_TK, send_ER)
         if self.fp8_dispatch:
@@ -252,7 +249,7 @@ class Experts(PartialExperts, Layer):
             rows_NH = graph_ops.exchange_rows(self._name, rows_NH, splits_2R, row_ids.shape[0], True)
         return ops.unpermute(rows_NH, positions_TK, weights_TK)
 
-    def plan_exchange(self, counts_E: Tensor, *, is_recorded: bool = False) -> Exchange:
+    def plan_exchange(self, counts_E: Tensor) -> Exchange:
         """Gather and count the load, and plan the exchange; collective.
 
         This is the only additional exchange of a forward, and its only wait for a GPU, since the host must know how
@@ -260,18 +257,12 @@ class Experts(PartialExperts, Layer):
         `balanced` the host plans from the counts of all ranks. That algorithm (`src/dispatch/flow.rs`) finds one
         augmenting path after the other, each depending on the previous ones, so it does not parallelise on a GPU.
         """
-        return self._begin_exact(counts_E, is_recorded=is_recorded)()
+        return begin_or_lose(self, counts_E)()
 
-    def _begin_exact(self, counts_E: Tensor, *, is_recorded: bool = False) -> Callable[[], Exchange]:
+    def _begin_exact(self, counts_E: Tensor) -> Callable[[], Exchange]:
         """Begin `plan_exchange` without a wait, and return a function that does the rest."""
         self.count.begun += self.group.broken is None
-        plan = self._begin_gathered(step_exchanges.all_gather(counts_E, self.group))
-        if not self.group.finishes_steps:
-            return plan
-        return partial(plan_or_lose, self, counts_E, plan, is_recorded=is_recorded)
-
-    def _begin_gathered(self, tokens_RE: Tensor) -> Callable[[], Exchange]:
-        """Begin to plan an exchange from the tokens of all ranks."""
+        tokens_RE = step_exchanges.all_gather(counts_E, self.group)
         refuse_capture()
         if self.token_split == "even" and tokens_RE.is_cuda and self.group.size <= MAX_RANKS:
             exchange = self._plan_on_device(tokens_RE)
@@ -321,7 +312,7 @@ class Experts(PartialExperts, Layer):
             if padding.fits(self.hidden * dtype.itemsize):
                 padded = Exchange.padded(self._gather(counts_E), padding, self.group.rank)
                 return lambda: padded
-        return self._begin_exact(counts_E)
+        return begin_or_lose(self, counts_E)
 
     def _find_padding(self, max_tokens: int, top_k: int, device: torch.device) -> Padding:
         key = self.matrix_RE, device, top_k

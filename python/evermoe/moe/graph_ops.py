@@ -21,6 +21,8 @@ from evermoe.errors import UnsupportedState
 from evermoe.moe import checkpointing
 from evermoe.moe.expert import Product
 from evermoe.moe.forward_turns import Manner, Served
+from evermoe.moe.lost_exchange import keep_for_backward
+from evermoe.moe.token_counts import TokenCount
 from evermoe.moe.token_exchange import Exchange
 
 
@@ -29,14 +31,10 @@ class Layer(Served, Protocol):
 
     group: Group
     ids: list[int]
+    count: TokenCount
 
-    def plan_exchange(self, counts_E: Tensor, *, is_recorded: bool) -> Exchange:
-        """Plan the exchange of this rank's tokens for each expert; collective.
-
-        Args:
-            counts_E: int64, this rank's tokens of each expert.
-            is_recorded: whether a backward may repeat the graph with this exchange.
-        """
+    def plan_exchange(self, counts_E: Tensor) -> Exchange:
+        """Plan the exchange of this rank's tokens for each expert; collective."""
         ...
 
 
@@ -125,7 +123,9 @@ def plan_exchange(
         )
     if found.turns is not None:
         found.turns.take(found, Manner(*manner))
-    exchange = found.plan_exchange(counts_E, is_recorded=is_recorded)
+    exchange = found.plan_exchange(counts_E)
+    if is_recorded and found.group.finishes_steps:
+        keep_for_backward(found.count, exchange)
     splits_2R = torch.tensor([exchange.sizes.sent_R, exchange.sizes.received_R], device="cpu")
     return exchange.share_E.float(), exchange.send_ER, exchange.receive_Re, splits_2R
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Protocol
 
 from torch import Tensor
@@ -29,35 +30,49 @@ class Layer(Protocol):
     ids: list[int]
     count: TokenCount
 
+    def _begin_exact(self, counts_E: Tensor) -> Callable[[], Exchange]: ...
 
-def plan_or_lose(layer: Layer, counts_E: Tensor, plan: Callable[[], Exchange], *, is_recorded: bool) -> Exchange:
-    """Return the plan of a forward's exchange; after a loss, one of an exchange that gives zeros.
 
-    The host waits for the sizes here: after that, no exchange of the forward can fail in a way that changes a shape.
+def begin_or_lose(layer: Layer, counts_E: Tensor) -> Callable[[], Exchange]:
+    """Begin to plan a forward's exchange with exact sizes without a wait, and return a function that does the rest.
+
+    After a loss, the plan is that of an exchange that gives zeros if the step runs to its end. The function then waits
+    for the sizes, too: after that, no failure of an exchange changes a shape.
 
     Args:
         layer: of the forward.
         counts_E: int64, this rank's tokens of each expert.
-        plan: plans the exchange from what the ranks have gathered.
-        is_recorded: whether this forward is part of a graph whose backward may repeat it.
     """
+    plan = layer._begin_exact(counts_E)
+    return partial(_plan_or_lose, layer, counts_E, plan) if layer.group.finishes_steps else plan
+
+
+def _plan_or_lose(layer: Layer, counts_E: Tensor, plan: Callable[[], Exchange]) -> Exchange:
     group, exchange = layer.group, None
     if group.size == 1 or group.broken is None:
         with suppress(PeerLost):
             exchange = plan()
             exchange.sizes  # noqa: B018
-    lengths_e = [0] * len(layer.ids) if exchange is None else exchange.sizes.lengths_e
+    lengths_e = [0] * len(layer.ids) if exchange is None else _lengths(exchange)
+    if checkpointing.is_enclosed():
+        lengths_e = checkpointing.once(layer, "rows", lambda: lengths_e)
+    elif _is_in_backward() and layer.count.received:
+        lengths_e = layer.count.received.pop()
+    return Exchange.lost(counts_E, group.size, lengths_e) if exchange is None else exchange
+
+
+def keep_for_backward(count: TokenCount, exchange: Exchange) -> None:
+    """Keep the rows of a forward in a graph whose backward may repeat it."""
+    if not _is_in_backward():
+        count.received.append(_lengths(exchange))
+
+
+def _is_in_backward() -> bool:
+    """Return whether a graph's backward repeats a part of it, without a context of checkpointing."""
+    return checkpointing.is_recomputing() and not checkpointing.is_enclosed()
+
+
+def _lengths(exchange: Exchange) -> list[int]:
+    lengths_e = exchange.sizes.lengths_e
     assert lengths_e is not None, "the host knows the sizes of an exact exchange"
-    kept_e = _keep(layer, lengths_e, is_recorded=is_recorded)
-    return Exchange.lost(counts_E, group.size, kept_e) if exchange is None else exchange
-
-
-def _keep(layer: Layer, lengths_e: list[int], *, is_recorded: bool) -> list[int]:
-    """Keep the rows of a forward for its repeat; return them, in a repeat those of the first forward."""
-    stack, is_enclosed = layer.count.received, checkpointing.is_enclosed()
-    if checkpointing.is_recomputing() and not is_enclosed:
-        return stack.pop() if stack else lengths_e
-    kept_e = checkpointing.once(layer, "rows", lambda: lengths_e) if is_enclosed else lengths_e
-    if is_recorded:
-        stack.append(kept_e)
-    return kept_e
+    return lengths_e

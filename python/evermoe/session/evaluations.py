@@ -10,6 +10,7 @@ they begin the next step, and takes part when they gather the complete model.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -27,6 +28,12 @@ from evermoe.moe.forward_turns import Turns
 from evermoe.session.purposes import UNLIMITED, Meeting, Purpose
 from evermoe.session.substitute_weights import SubstituteWeights
 
+logger = logging.getLogger(__name__)
+
+WRONG_RESULTS = (
+    "a member was lost in session.evaluation(), whose block ran to its end: its results are wrong. session.repeated() "
+    "repeats an evaluation after a loss"
+)
 Work = Callable[[int, int], Any]
 """Computes a part of an evaluation, from the number of this member among those that evaluate, and their number."""
 Combine = Callable[[list[Any]], Any]
@@ -77,7 +84,7 @@ class Evaluations:
 
     @contextmanager
     def block(self) -> Iterator[None]:
-        """Run an evaluation that ends early, without an exception, when a member is lost."""
+        """Run an evaluation. A loss ends it early, without an exception; with `finishes_steps` it only warns."""
         if self._is_open:
             yield
             return
@@ -88,6 +95,9 @@ class Evaluations:
                 except PeerLost as lost:  # the script's first forward finds the group broken
                     self._group.drop(str(lost))
                 yield
+                if self._group.gives_zeros:
+                    self._was_cut = True
+                    logger.warning(WRONG_RESULTS)
                 if self._group.broken is None:
                     self._turns.serve_all()
                     gather_json(self._group, None)

@@ -13,7 +13,6 @@ Backward waits for all buckets, since it sums gradients in the same group.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -72,9 +71,11 @@ class LateWeights:
     def _before_forward(self, module: nn.Module, _: object) -> None:
         if torch.compiler.is_compiling():
             raise UnsupportedState(COMPILED)
-        if self._bucket:
-            with self._finishing():
-                self._wait_for(_used_by(module))
+        try:
+            self._wait_for(_used_by(module))
+        except PeerLost:
+            if not self._background.finishes_steps:
+                raise
 
     def _before_state(self, module: nn.Module, *_: object) -> None:
         self._wait_for(_used_by(module))
@@ -92,19 +93,12 @@ class LateWeights:
         self._wait(len(self._tasks))
 
     def wait_in_step(self) -> None:
-        """Wait as `wait` does, inside a step, which may run to its end without the weights."""
-        with self._finishing():
-            self.wait()
-
-    @contextmanager
-    def _finishing(self) -> Iterator[None]:
-        """Wait no more after a loss if the step runs to its end: its numbers do not count."""
+        """Wait as `wait` does, inside a step. It may run to its end without the weights of a lost member."""
         try:
-            yield
+            self.wait()
         except PeerLost:
             if not self._background.finishes_steps:
                 raise
-            self.forget()
 
     def _wait(self, number: int) -> None:
         if number > self._waited:

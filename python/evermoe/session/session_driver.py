@@ -137,10 +137,8 @@ class SessionDriver(RecoveryDriver):
             PeerLost: a member is gone, or members have changed since the step was drawn.
             UnsupportedState: the script has code in `optimizer.step()` that replicas would not run.
         """
-        if self.is_stale(step):
-            raise PeerLost(STALE)
-        if self._group.gives_zeros:  # some of the step's numbers are zeros, and its counts of calls are not complete
-            raise PeerLost(str(self._group.broken))
+        if self.is_stale(step) or self._group.gives_zeros:  # zeros are no results
+            raise PeerLost(STALE if self.is_stale(step) else str(self._group.broken))
         own_code = next(filter(None, map(foreign_code, each_of(self._script.optimizer))), None)
         refuse_code_in(self._protection.replicas.arithmetics)
         self.guard.end_step(self._group.size)

@@ -139,7 +139,7 @@ def test_a_model_can_be_copied_and_saved(tmp_path):
 
 
 def lost(group, folder):
-    """Return the error of a module that waits for weights of a member that is gone."""
+    """Let a module wait for weights of a member that is gone."""
     model = nn.Linear(8, 8)
     late = LateWeights(threads := background(group, folder), model)
     if group.rank == 0:
@@ -147,14 +147,19 @@ def lost(group, folder):
         return "left"
     late.begin([[list(model.parameters()), []]])
     try:
+        with pytest.raises(PeerLost):
+            model(torch.ones(1, 8))
+        threads._trainers.finishes_steps = True
         model(torch.ones(1, 8))
-    except PeerLost:
-        return "lost"
+        late.wait_in_step()
+        with pytest.raises(PeerLost):
+            model.state_dict()
     finally:
         threads.close()
+    return "lost"
 
 
-def test_a_module_whose_weights_do_not_come_says_that_a_member_is_lost(tmp_path):
+def test_a_module_whose_weights_do_not_come_says_that_a_member_is_lost_unless_the_step_runs_to_its_end(tmp_path):
     assert run_ranks(tmp_path, 2, lost, str(tmp_path)) == ["left", "lost"]
 
 
