@@ -62,6 +62,11 @@ PRINTED = {
         "training resumes at step 4 with 2 members",
         "400 examples, each used once in each of 2 epochs: True",
     ],
+    "17_islands": [
+        r"step 10: 2 processes train",
+        r"step \d+: 4 processes train",
+        r"0 steps lost, loss \d",
+    ],
     "16_packing": [
         "training resumes at step 9 with 2 members",
         "240 sequences, [23].% of the tokens are digits",

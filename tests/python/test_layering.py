@@ -55,7 +55,7 @@ MANY_ATTRIBUTES = {
     "Evaluations": 17,
     "FailureDetector": 20,
     "Group": 19,
-    "MembershipManager": 38,
+    "MembershipManager": 37,
     "Pacer": 21,
     "PipelineRecovery": 18,
     "PipelineStep": 20,

@@ -174,7 +174,7 @@ def test_an_unknown_keyword_is_a_type_error():
 def test_keywords_that_are_passed_on_are_those_of_a_session():
     every = inspect.signature(evermoe.Session).parameters
     keywords = {name: each for name, each in every.items() if each.kind == each.KEYWORD_ONLY}
-    assert len(keywords) == 15
+    assert len(keywords) == 16
     assert keywords.keys() == SessionArguments.__annotations__.keys()
 
 

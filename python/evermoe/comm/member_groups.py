@@ -8,8 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from evermoe.comm.common_start import CommonStart
 from evermoe.comm.group import Group
-from evermoe.comm.island import Island
+from evermoe.comm.island_watch import IslandWatch
 from evermoe.comm.transport import Transport
 
 
@@ -20,7 +21,7 @@ class MemberGroups:
         interface: name or address whose interface gloo uses; None: by GLOO_SOCKET_IFNAME or the host's name.
         transport: transport for messages of other threads.
         timeout: time that a collective waits for a silent member.
-        island: place of this process in its island; None: it has none.
+        watch: of this process's island; None: it has none.
         device: device of the tensors that trainers exchange.
         side_device: device of the tensors that `side` takes; None: it is not needed.
     """
@@ -30,7 +31,7 @@ class MemberGroups:
         interface: str | None,
         transport: Transport,
         timeout: timedelta,
-        island: Island | None,
+        watch: IslandWatch | None,
         device: torch.device,
         side_device: torch.device | None,
     ) -> None:
@@ -44,22 +45,34 @@ class MemberGroups:
         """Trainers with this one's position in their islands, in the order of ranks."""
         self.everyone = self.trainers
         """The group of all members."""
-        self._device, self._side_device, self._island, self._timeout = device, side_device, island, timeout
+        self._device, self._side_device, self._timeout = device, side_device, timeout
         groups = [self.trainers, self.with_replicas, self.side, self.position]
         for group in groups:
             group.linked, group.transport = [other for other in groups if other is not group], transport
+        self.start = CommonStart(0 if watch is None else watch.island.size, self.trainers)
+        """Starts of steps, which the processes of this member's island make together."""
+        self._watch = watch
+        if watch is not None:
+            self.trainers.linked.append(watch)
 
-    def rebuild(self, store: Any, rank: int, size: int, num_trainers: int) -> None:
+    def close(self) -> None:
+        """Stop to watch the island."""
+        if self._watch is not None:
+            self._watch.end()
+
+    def rebuild(self, epoch: int, store: Any, members: list[tuple[str, str]], rank: int, num_trainers: int) -> None:
         """Connect the members of a new epoch.
 
         Args:
+            epoch: unique name of the groups.
             store: store with a prefix that no other epoch uses.
+            members: each member and the address of its probe server, in the order of ranks.
             rank: rank of this member.
-            size: number of members.
             num_trainers: number of members that train; they have the first ranks.
         """
         self.trainers.drop("the group is being rebuilt")
-        cpu, device, limit = torch.device("cpu"), self._device, self._timeout
+        self.start.connect(epoch)
+        cpu, device, limit, size = torch.device("cpu"), self._device, self._timeout, len(members)
         self.everyone = self.with_replicas if size > num_trainers else self.trainers
         if size > num_trainers:
             self.with_replicas.rebuild(dist.PrefixStore("everyone", store), rank, size, cpu, limit)
@@ -69,7 +82,9 @@ class MemberGroups:
         self.trainers.rebuild(store, rank, num_trainers, device, limit)
         if self._side_device is not None:
             self.side.rebuild(dist.PrefixStore("side", store), rank, num_trainers, self._side_device, limit)
-        if self._island is not None:
-            ranks = self._island.position_ranks(num_trainers)
-            prefix = dist.PrefixStore(f"position{self._island.position}", store)
+        if self._watch is not None:
+            self._watch.connect(members, rank)
+            island = self._watch.island
+            ranks = island.position_ranks(num_trainers)
+            prefix = dist.PrefixStore(f"position{island.position}", store)
             self.position.rebuild(prefix, ranks.index(rank), len(ranks), device, limit)

@@ -28,6 +28,7 @@ from evermoe.comm.gathering import not_admitted_error
 from evermoe.comm.group import Group, connect_timeout
 from evermoe.comm.inquiry import Inquiry
 from evermoe.comm.island import Island, check_options
+from evermoe.comm.island_watch import IslandWatch
 from evermoe.comm.lighthouse import Lighthouses
 from evermoe.comm.member_groups import MemberGroups
 from evermoe.comm.messages import Identity, Messages, job_secret, participant
@@ -89,6 +90,7 @@ class MembershipManager:
         self.id, self.node, self.device, self.island = f"{node}-{uuid.uuid4().hex[:8]}", node, device, island
         self.rank_key = rank_key if island is None else island.rank_key
         secret, place = job_secret(), find_endpoint(options.address, split_addresses(lighthouse))
+        interface = place.address or (place.host if options.address else None)
         self.lighthouses = Lighthouses(lighthouse, self.id, place.host, place.manager)
         common = {
             "lighthouses": "several" if self.lighthouses.are_several else "one",
@@ -102,14 +104,14 @@ class MembershipManager:
         self._hang_timeout = timedelta(seconds=options.hang_timeout)
         self.transport = Transport(place.host, place.address, secret, options.transport, place.cards)
         """Messages of background threads between all members, including replica nodes."""
-        interface = place.address or (place.host if options.address else None)
-        self._groups = groups = MemberGroups(interface, self.transport, self._hang_timeout, island, device, side_device)
+        self._inquiry, self.reach = Inquiry(self.lighthouses, self.id), Reachability(self.id, place, secret)
+        """Probe server of this member, and probes of the others."""
+        watch = IslandWatch.of(island, self.reach, options.heartbeat_timeout)
+        self.groups = groups = MemberGroups(interface, self.transport, self._hang_timeout, watch, device, side_device)
         self.trainer_group = groups.trainers
         """Group of the members that train; on a replica node it has one member."""
         self.side_group = groups.side
         """Second group of the trainers, for collectives in the background; in a pipeline that of a stage's ranks."""
-        self.position_group = groups.position
-        """Group of the trainers with this one's position in their islands, in the order of ranks."""
         self.steps = 0
         """Steps after which the script ends the job; 0 for no limit."""
         self.established = False
@@ -130,8 +132,6 @@ class MembershipManager:
         """Time of the Lighthouse's first answer in this agreement."""
         self.named: dict[str, dict[str, Any]] = {}
         """Reports of the members in the latest set of the Lighthouse, by id."""
-        self._inquiry, self.reach = Inquiry(self.lighthouses, self.id), Reachability(self.id, place, secret)
-        """Probe server of this member, and probes of the others."""
         self._ended = EndedMembers(self.id, self.messages, self.reach, reports=not self.allows_solo_resume)
         self.stores = EarlyStores(place, self._hang_timeout, secret, self.reach)
         """This member's store, and clients of the others' stores."""
@@ -154,9 +154,7 @@ class MembershipManager:
     @property
     def everyone(self) -> Group:
         """Group of all members: trainers, with their ranks in `trainer_group`, then replica nodes."""
-        return self._groups.everyone
-
-    # ---- an agreement
+        return self.groups.everyone
 
     def begin_agreement(self) -> None:
         """Start the time limit of an agreement, unless one is in progress."""
@@ -302,7 +300,8 @@ class MembershipManager:
                 self.nodes = [each["node"] for each in self.members.values()]
                 self.num_trainers = num_trainers
                 self.messages.quarantines.choose_writers(members.index(self.id), len(members))
-                self._groups.rebuild(store, members.index(self.id), len(members), num_trainers)
+                places = [(member, each["probe_address"]) for member, each in self.members.items()]
+                self.groups.rebuild(epoch, store, places, members.index(self.id), num_trainers)
                 addresses = [self.named[member]["transport"] for member in members]
                 limit = max(connect_timeout(len(members)), timedelta(seconds=self._heartbeat_timeout))
                 self.transport.connect(epoch, members.index(self.id), addresses, self._hang_timeout, limit)
@@ -331,6 +330,7 @@ class MembershipManager:
 
     def close(self) -> None:
         """Leave the job: close all sockets and stop the heartbeat."""
+        self.groups.close()
         self.failure_detector.end_watch()
         self.trainer_group.drop("this member has left its job (to evaluate, use session.evaluation() in the loop)")
         self._stop_heartbeat()

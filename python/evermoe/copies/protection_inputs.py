@@ -207,7 +207,7 @@ def expected_arenas(
         placement = place_layers(experts, load, nothing, training, placing, {})
     owners = {unit: (number % len(training),) for number, unit in enumerate(state.owners.units)}
     active = {
-        unit.name: owners.get(unit.name, tuple(range(len(training))))
+        unit.name: owners.get(unit.name) or state.dense_holders(unit.name, len(training))
         if unit.layer is None
         else tuple(np.flatnonzero(placement[unit.layer][:, unit.expert]).tolist())
         for unit in state.catalog.units

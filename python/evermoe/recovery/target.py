@@ -199,13 +199,14 @@ class ExpertTarget:
         }
 
     def needs(self, placement: LayerPlacements, rank: int) -> list[str]:
-        """Return what the rank owns or all ranks hold, and the rank's experts; nothing on a replica node."""
+        """Return what the rank owns or all ranks of its position hold, and its experts; nothing on a replica node."""
         if rank >= len(self._nodes):
             return []
-        owned = set(self._state.owners.units)
-        everywhere = [unit for unit in self._state.catalog.dense() if unit not in owned]
+        owned, ranks = set(self._state.owners.units), len(self._nodes)
+        dense = [unit for unit in self._state.catalog.dense() if unit not in owned]
         names = self._units() | {OWNERS: self._state.owners.units}
-        return everywhere + [names[path][i] for path, matrix in placement.items() for i in np.flatnonzero(matrix[rank])]
+        found = [unit for unit in dense if rank in self._state.dense_holders(unit, ranks)]
+        return found + [names[path][i] for path, matrix in placement.items() for i in np.flatnonzero(matrix[rank])]
 
     def begin(self, placement: LayerPlacements) -> None:
         """Makes the rank's units; `adopt` follows."""

@@ -7,13 +7,14 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from evermoe.comm.arrivals import Sent
 from evermoe.comm.collectives import ExpertReducer, Slice, reduce_to_owners, sum_flat, write_parts
 from evermoe.comm.group import Group
 from evermoe.moe.experts import Experts
 from evermoe.session.gradients import extremes
+from evermoe.state.shards import Shards
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,10 @@ class Bucket:
 
     replicated: list[list[Tensor]]
     """Those that all ranks step, by type and device."""
+    divided: list[list[Tensor]]
+    """Parts of those that an island divides, which the ranks of its position step, by copies, type and device."""
+    copies: list[int]
+    """Positions of an island that have the same parts, of each of `divided`."""
     owned_R: list[list[Tensor]]
     """Those that one rank steps, by their owner."""
     experts: list[Tensor]
@@ -32,16 +37,17 @@ class Bucket:
     @property
     def parameters(self) -> list[Tensor]:
         """All of them."""
-        return [each for some in (*self.replicated, *self.owned_R, self.experts) for each in some]
+        return [each for some in (*self.replicated, *self.divided, *self.owned_R, self.experts) for each in some]
 
 
 def plan_buckets(
-    parameters: Sequence[nn.Parameter],
+    parameters: Sequence[Tensor],
     layers: Sequence[Experts],
     owners: Mapping[int, int],
     rank: int,
     size: int,
     nbytes: int,
+    shards: Shards | None = None,
 ) -> list[Bucket]:
     """Divide parameters into buckets, the same on all ranks: the last parameters first, as backward reaches them first.
 
@@ -52,20 +58,25 @@ def plan_buckets(
         rank: of this member.
         size: number of members that train.
         nbytes: gradients of a bucket; its last parameter may exceed them.
+        shards: the parts of parameters that an island divides; None without one.
     """
     layer_of = {id(layer.weights): layer for layer in layers}
     found: list[Bucket] = []
-    taken: list[nn.Parameter] = []
+    taken: list[Tensor] = []
+    copies = {} if shards is None else shards.copies
     left = nbytes
     for parameter in reversed(parameters):
         layer = layer_of.get(id(parameter))
         taken.append(parameter)
-        left -= parameter.nbytes if layer is None else _shared_bytes(layer)
+        if layer is not None:
+            left -= _shared_bytes(layer)
+        else:
+            left -= parameter.nbytes if shards is None else shards.nbytes(parameter)
         if left <= 0:
-            found.append(_bucket(taken, layer_of, owners, rank, size))
+            found.append(_bucket(taken, layer_of, owners, copies, rank, size))
             taken, left = [], nbytes
     if taken or not found:
-        found.append(_bucket(taken, layer_of, owners, rank, size))
+        found.append(_bucket(taken, layer_of, owners, copies, rank, size))
     return found
 
 
@@ -77,13 +88,15 @@ def _shared_bytes(layer: Experts) -> int:
 
 
 def _bucket(
-    parameters: Sequence[nn.Parameter],
+    parameters: Sequence[Tensor],
     layer_of: Mapping[int, Experts],
     owners: Mapping[int, int],
+    copies: Mapping[int, int],
     rank: int,
     size: int,
 ) -> Bucket:
     replicated: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    of_position: dict[tuple[int, torch.dtype, torch.device], list[Tensor]] = {}
     owned_R: list[list[Tensor]] = [[] for _ in range(size)]
     experts: list[Tensor] = []
     for each in parameters:
@@ -91,12 +104,15 @@ def _bucket(
             experts.append(each)
         elif id(each) in owners:
             owned_R[owners[id(each)]].append(each)
+        elif id(each) in copies:
+            of_position.setdefault((copies[id(each)], each.dtype, each.device), []).append(each)
         else:
             replicated.setdefault((each.dtype, each.device), []).append(each)
     layers = [layer_of[id(each)] for each in experts]
     matrices: list[np.ndarray] = [layer.matrix_RE for layer in layers]
     reducer = ExpertReducer(matrices, [layer.weights.shape[1] for layer in layers], rank)
-    return Bucket(list(replicated.values()), owned_R, experts, reducer)
+    number = [copies for copies, *_ in of_position]
+    return Bucket(list(replicated.values()), list(of_position.values()), number, owned_R, experts, reducer)
 
 
 class BucketSum:
@@ -113,6 +129,8 @@ class BucketSum:
         self._gradients = {id(each.parameter): each.gradient for each in gradients}
         self.flats: list[Tensor] = []
         """Sums `[n]` of the gradients that all ranks step, by type."""
+        self.divided_flats: list[tuple[Tensor, int]] = []
+        """Sums `[n]` of the gradients that the ranks of a position step, and positions that have the same ones."""
         self.extremes: list[Tensor] = []
         """Extremes of this member's gradients."""
         self.flags: Tensor | None = None
@@ -126,8 +144,20 @@ class BucketSum:
         gradient = self._gradients[id(parameter)]
         return torch.zeros_like(parameter) if gradient is None else gradient
 
+    def sum_divided(self, group: Group) -> None:
+        """Sum the gradients of the parts of parameters; collective.
+
+        Args:
+            group: the ranks of this member's position.
+        """
+        for parameters, copies in zip(self._bucket.divided, self._bucket.copies, strict=True):
+            flat = torch.cat([self._of(each).reshape(-1) for each in parameters])
+            self.extremes += extremes([flat])
+            sum_flat(flat, group)
+            self.divided_flats.append((flat, copies))
+
     def sum_dense(self, group: Group, flags: Tensor | None = None) -> None:
-        """Sum the gradients of what is no expert's; collective.
+        """Sum the gradients of what is no expert's and not divided; collective.
 
         Args:
             group: the ranks.
@@ -170,7 +200,9 @@ class BucketSum:
             present: ids of these parameters.
             rank: of this member: it drops the gradients that others own.
         """
-        for parameters, flat in zip(self._bucket.replicated, self.flats, strict=True):
+        of_position = [flat for flat, _ in self.divided_flats]
+        sums = zip((*self._bucket.replicated, *self._bucket.divided), (*self.flats, *of_position), strict=True)
+        for parameters, flat in sums:
             for each, part in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
                 if id(each) in present and each.is_contiguous():
                     each.grad = part.view_as(each)

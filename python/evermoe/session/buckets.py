@@ -29,18 +29,22 @@ from evermoe.comm.arrivals import Arrivals, Sent
 from evermoe.comm.background_collectives import BackgroundCollectives, Pending
 from evermoe.comm.collectives import send_from_owners
 from evermoe.comm.group import Group
+from evermoe.comm.island import Island
 from evermoe.comm.membership import MembershipManager
 from evermoe.errors import PeerLost
 from evermoe.planning.footprint import BUCKET_BYTES
 from evermoe.session.bucket import Bucket, BucketSum, plan_buckets
-from evermoe.session.gradients import extremes
+from evermoe.session.gradients import Flats, extremes
 from evermoe.session.late_weights import LateWeights
 from evermoe.state.training_state import TrainingState
 
 
-def needs_background(model: nn.Module) -> bool:
-    """Return whether a model's gradients fill several buckets, of which all but the last are sent during backward."""
-    return sum(each.nbytes for each in model.parameters() if each.requires_grad) > BUCKET_BYTES
+def needs_background(model: nn.Module, island: Island | None) -> bool:
+    """Return whether a model's gradients fill several buckets, of which all but the last are sent during backward.
+
+    An island's own collectives divide them first: all are sent after backward.
+    """
+    return island is None and sum(each.nbytes for each in model.parameters() if each.requires_grad) > BUCKET_BYTES
 
 
 class Buckets:
@@ -63,7 +67,8 @@ class Buckets:
         *,
         overlaps_gather: bool = False,
     ) -> None:
-        self._model, self._state, self._group = model, state, membership.trainer_group
+        self._state, self._group = state, membership.trainer_group
+        self._position_group = membership.groups.position
         self._background = BackgroundCollectives(membership.side_group, membership.trainer_group, device)
         self._late = LateWeights(self._background, model) if overlaps_gather else None
         self._buckets: list[Bucket] = []
@@ -90,25 +95,26 @@ class Buckets:
         Raises:
             PeerLost: a member is lost.
         """
-        parameters = list(self._model.parameters())
+        parameters = self._state.parameters_in_order()
         trained = self._group.all_reduce(torch.tensor([float(each.requires_grad) for each in parameters]))
         self._trained = {id(each) for each, count in zip(parameters, trained.tolist(), strict=True) if count}
         self._plan()
 
     def _plan(self) -> None:
         self._arrivals.close()
-        self._buckets = self._divide([each for each in self._model.parameters() if id(each) in self._trained])
+        self._buckets = self._divide([each for each in self._state.parameters_in_order() if id(each) in self._trained])
         early = self._buckets[:-1] if self._background.is_available else []
         self._arrivals = Arrivals([bucket.parameters for bucket in early], self._send)
 
-    def _divide(self, parameters: Sequence[nn.Parameter]) -> list[Bucket]:
+    def _divide(self, parameters: Sequence[Tensor]) -> list[Bucket]:
         owners = {
             id(tensor): rank
             for rank, tensors in enumerate(self._state.owners.tensors_R(self._group.size))
             for tensor in tensors
         }
         layers = list(self._state.layers.values())
-        return plan_buckets(parameters, layers, owners, self._group.rank, self._group.size, BUCKET_BYTES)
+        rank, size, shards = self._group.rank, self._group.size, self._state.shards
+        return plan_buckets(parameters, layers, owners, rank, size, BUCKET_BYTES, shards)
 
     # ---- a step
 
@@ -133,7 +139,12 @@ class Buckets:
     def _begin_sum(self, total: BucketSum) -> None:
         self._sums.append(total)
         self._run(total.sum_dense)
+        self._sum_divided(total)
         self._run(total.sum_experts)
+
+    def _sum_divided(self, total: BucketSum) -> None:
+        if self._state.shards is not None:  # an island sends nothing in the background
+            total.sum_divided(self._position_group)
 
     def _sum_now(self, bucket: Bucket) -> BucketSum:
         return BucketSum(bucket, [Sent.of(each) for each in bucket.parameters], in_place=True)
@@ -159,6 +170,8 @@ class Buckets:
             PeerLost: a member is lost.
         """
         changed = [bool(bucket) for bucket in self._arrivals.end_backward()]
+        if self._state.shards is not None:
+            self._state.shards.take_gradients(self._state.dense)
         weights = [layer.weights for layer in self._state.layers.values()]
         every = [*self._state.dense, *weights]
         has_gradient = [each.grad is not None for each in every]
@@ -169,6 +182,7 @@ class Buckets:
             last = self._sum_now(self._buckets[-1])
             self._sums.append(last)
             self._run(partial(last.sum_dense, flags=torch.tensor([*has_gradient, *changed], dtype=torch.float32)))
+            self._sum_divided(last)
             self._wait()
             assert last.flags is not None
             found = [count > 0 for count in last.flags.tolist()]
@@ -199,9 +213,10 @@ class Buckets:
         for number in self._again:
             sums[number] = self._sum_now(self._buckets[number])
             self._run(sums[number].sum_dense)
+            self._sum_divided(sums[number])
             self._run(sums[number].sum_experts)
         new = self._present - self._trained
-        thawed = [each for each in self._model.parameters() if id(each) in new] if new else []
+        thawed = [each for each in self._state.parameters_in_order() if id(each) in new] if new else []
         for bucket in self._divide(thawed) if thawed else ():
             self._begin_sum(self._sum_now(bucket))
         self._wait()
@@ -219,9 +234,14 @@ class Buckets:
         return [each for total in self._sums for each in total.extremes]
 
     @property
-    def flats(self) -> list[Tensor] | None:
-        """Sums `[n]` of the gradients that all ranks step, by bucket; None where each gradient is alone."""
-        return None if self._group.size == 1 else [flat for total in self._sums for flat in total.flats]
+    def flats(self) -> Flats | None:
+        """Sums of the gradients that several ranks step; None where each gradient is alone."""
+        if self._group.size == 1:
+            return None
+        return Flats(
+            [flat for total in self._sums for flat in total.flats],
+            [flat for total in self._sums for flat in total.divided_flats],
+        )
 
     def have_succeeded(self) -> bool:
         """Wait for the GPU; return whether all collectives have succeeded."""

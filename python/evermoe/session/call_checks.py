@@ -197,7 +197,7 @@ def subjects(modules: dict[str, nn.Module], state: TrainingState, ranks: int) ->
     uses = Counter(id(each) for module in modules.values() for each in module.parameters(recurse=False))
     shared = {each for each, count in uses.items() if count > 1}
     everyone, found = tuple(range(ranks)), []
-    for path, module in modules.items():
+    for path, module in () if state.shards is not None else modules.items():  # an island's have parts of their weights
         own = [*module.parameters(recurse=False)]
         is_plain = bool(own) and type(module).__module__.startswith("torch.nn.modules.") and not [*module.children()]
         is_plain = is_plain and getattr(module, "max_norm", None) is None  # such an embedding changes its weights

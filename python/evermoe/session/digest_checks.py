@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from itertools import chain, groupby
 from typing import NamedTuple
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from evermoe.comm.gather import gather_json
 from evermoe.comm.membership import MembershipManager
@@ -235,11 +235,11 @@ def shared_units(state: TrainingState, ranks: int, *, with_gradients: bool) -> l
             holders = tuple(range(ranks))
         if len(holders) < 2 or unit.name in LOOP_UNITS:
             continue
-        dense = state.dense_tensors(unit.name)
+        buffers = {spec.name for spec in unit.specs if spec.is_buffer}
         of_state, of_gradients = entries.setdefault(holders, ([], []))
         for spec in unit.specs:
             parameter = spec.name.split("/")[0]
-            if not spec.shape or (unit.layer is None and not isinstance(dense.get(parameter), nn.Parameter)):
+            if not spec.shape or parameter in buffers:
                 continue
             entry = Entry(unit.name, spec.name, spec.nbytes // spec.dtype.itemsize, spec.dtype.itemsize)
             if not is_owned or spec.name == parameter:

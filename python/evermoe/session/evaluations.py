@@ -128,7 +128,7 @@ class Evaluations:
         try:
             with suppress(PeerLost):
                 self._attempt()
-            while self._work is not None:
+            while self._work is not None or not self._meeting.start.begin():
                 recover()
         finally:
             self._work = None
@@ -301,13 +301,13 @@ class Evaluations:
     def _attempt(self) -> None:
         assert self._work is not None
         work, combine = self._work
-        ranks = self._inside or list(range(self._group.size))
+        ranks, rank, island = self._inside or list(range(self._group.size)), self._group.rank, self._meeting.start.width
         try:
             with self._evaluating():
                 self._begin()
-                mine = work(ranks.index(self._group.rank), len(ranks))
+                mine = work(ranks.index(rank) // island, len(ranks) // island)
                 self._turns.serve_all()
-                parts = gather_json(self._group, {"part": mine})
+                parts = gather_json(self._group, {"part": mine} if rank % island == 0 else None)
         except PeerLost as lost:
             self._group.drop(str(lost))
             raise
@@ -316,7 +316,7 @@ class Evaluations:
         self._work = None
 
     def _begin(self) -> None:
-        self._meeting.meet(Purpose.EVALUATION)
+        self._meeting.begin_evaluation()
         if self._group.size > 1:
             self._turns.begin()
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from evermoe.process.warn import warn
+from evermoe.state.shards import local_part
 
 WATCHED_STEPS = 3
 """Number of steps of a process in which its script is watched."""
@@ -89,5 +90,5 @@ class GradientEdits:
 
 @torch.no_grad()
 def _norms(seen: list[_Seen]) -> list[Tensor]:
-    dense = [each.gradient for each in seen if each.gradient.layout == torch.strided]
+    dense = [local_part(each.gradient) for each in seen if each.gradient.layout == torch.strided]
     return list(torch._foreach_norm(dense)) if dense else []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Collection, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -28,6 +29,15 @@ def of_experts(state: TrainingState) -> list[Tensor]:
     return [torch.zeros_like(w) if w.grad is None else w.grad for w in weights]
 
 
+class Flats(NamedTuple):
+    """Sums of gradients `[n]` that are stored one after the other."""
+
+    replicated: Sequence[Tensor]
+    """Of those that all ranks step."""
+    divided: Sequence[tuple[Tensor, int]] = ()
+    """Of those that the ranks of a position in an island step, and the positions that have the same ones."""
+
+
 class SquareSum:
     """This rank's part of the square of the global gradient's norm.
 
@@ -40,8 +50,8 @@ class SquareSum:
         size: number of members that train.
         of: the parameters whose gradients count; None for all.
         copies: number of members that each train all experts of the placement.
-        flats: the gradients `[n]` that all ranks step, if they are stored one after the other; each rank counts a part
-            of each. None: it counts every n-th gradient.
+        flats: the gradients that several ranks step, if they are stored one after the other; each of these ranks counts
+            a part of each. None: it counts every n-th gradient.
 
     Attributes:
         norms: float64 `[n]`, of the gradients of which it is made, on their device.
@@ -54,14 +64,24 @@ class SquareSum:
         size: int,
         of: Collection[Tensor] | None = None,
         copies: int = 1,
-        flats: Sequence[Tensor] | None = None,
+        flats: Flats | None = None,
     ) -> None:
         wanted = None if of is None else {id(parameter) for parameter in of}
         owned = {id(tensor) for tensor in state.owners.tensors()}  # of others' units it has no gradients any more
-        dense = [p for n, p in enumerate(state.dense) if id(p) in owned or (flats is None and n % size == rank)]
-        parts = [p.grad for p in dense if p.grad is not None and (wanted is None or id(p) in wanted)]
-        parts += [flat.tensor_split(size)[rank] for flat in flats or ()]
-        self._hosts = [1] * len(parts)
+        width = 1 if state.shards is None else state.shards.island.size
+        island, islands = rank // width, max(1, size // width)
+        copies_of = {} if state.shards is None else state.shards.copies
+        counted = [n % islands == island if id(p) in copies_of else n % size == rank for n, p in enumerate(state.dense)]
+        dense = [
+            p for p, is_mine in zip(state.dense, counted, strict=True) if id(p) in owned or (flats is None and is_mine)
+        ]
+        dense = [p for p in dense if p.grad is not None and (wanted is None or id(p) in wanted)]
+        parts = [p.grad for p in dense if p.grad is not None]
+        self._hosts = [copies_of.get(id(p), 1) for p in dense]
+        if flats is not None:
+            parts += [flat.tensor_split(size)[rank] for flat in flats.replicated]
+            parts += [flat.tensor_split(islands)[island] for flat, _ in flats.divided]
+            self._hosts += [1] * len(flats.replicated) + [copies for _, copies in flats.divided]
         stacks = []
         for layer in state.layers.values():
             if layer.weights.grad is not None and (wanted is None or id(layer.weights) in wanted):

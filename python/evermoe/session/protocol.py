@@ -184,6 +184,7 @@ class CommitProtocol:
     def _handle(self, event: Event) -> list[dict[str, Any]]:
         if event["event"] == "lost":
             self.is_stepping = False
+            self._membership.groups.start.lose()
         said = json.dumps(event)
         commands = self._machine.handle(said)
         self._tell_membership()

@@ -16,6 +16,7 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
+from evermoe.comm.common_start import CommonStart
 from evermoe.comm.group import Group
 from evermoe.comm.membership import MembershipManager
 from evermoe.comm.tags import MEETING
@@ -46,10 +47,11 @@ class Meeting:
     Args:
         group: the members that train.
         waiting: returns ranks of members that wait for others now, for any reason.
+        start: of work that the processes of an island begin together.
     """
 
-    def __init__(self, group: Group, waiting: Callable[[], Collection[int]]) -> None:
-        self._group, self._waiting = group, waiting
+    def __init__(self, group: Group, waiting: Callable[[], Collection[int]], start: CommonStart) -> None:
+        self._group, self._waiting, self.start = group, waiting, start
         self._come: dict[int, Tensor] = {}
         self.purpose: Purpose | None = None
         """Purpose of this member's latest meeting if that failed, until the next meeting; else None."""
@@ -87,6 +89,16 @@ class Meeting:
         self.purpose = None
         come = {rank: Purpose(int(each)) for rank, each in self._come.items()} | {group.rank: mine}
         return _common(come)
+
+    def begin_evaluation(self) -> None:
+        """Wait for all members, then begin with the other processes of this member's island; collective.
+
+        Raises:
+            PeerLost, UnequalForwards: as of `meet`; or another process of the island has lost a peer.
+        """
+        self.meet(Purpose.EVALUATION)
+        if not self.start.begin():
+            raise PeerLost("another process of this island has lost a peer")
 
     def meet_unless_elsewhere(self, mine: Purpose) -> bool:
         """Meet members of which some may be elsewhere: then drop the group. Return whether all came."""

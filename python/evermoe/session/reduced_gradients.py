@@ -10,6 +10,7 @@ from evermoe.comm.group import Group
 from evermoe.comm.vote import Ballot, cast
 from evermoe.session import gradients
 from evermoe.session.buckets import Buckets
+from evermoe.session.islands import Place
 from evermoe.session.session_config import SessionConfig
 from evermoe.session.step import Step
 from evermoe.session.step_gradients import StepGradients
@@ -25,9 +26,13 @@ class ReducedGradients:
         state: the model's units.
         group: of the members that train.
         config: of the session.
+        place: of this process in its island.
     """
 
-    def __init__(self, script: TrainingInputs, state: TrainingState, group: Group, config: SessionConfig) -> None:
+    def __init__(
+        self, script: TrainingInputs, state: TrainingState, group: Group, config: SessionConfig, place: Place
+    ) -> None:
+        self._place = place
         self._script, self._state, self._group, self._config = script, state, group, config
 
     def count(self, step: Step, buckets: Buckets, *, are_changed: bool = False) -> Ballot:
@@ -42,9 +47,11 @@ class ReducedGradients:
         flats = None if are_changed else buckets.flats
         squares = gradients.SquareSum(self._state, self._group.rank, self._group.size, flats=flats)
         rank, scale = self._group.rank, self._script.loss_scale.value
-        mine = gradients.ballot_of(step.loss, step.count, buckets.extremes, squares.norms, squares.value, rank, scale)
+        copies = self._place.copies  # each of them has the same loss
+        loss, count = step.loss / copies, None if step.count is None else step.count / copies
+        mine = gradients.ballot_of(loss, count, buckets.extremes, squares.norms, squares.value, rank, scale)
         share = step.share
-        samples = float(len(share.indices) if share.weight else 0)
+        samples = (len(share.indices) if share.weight else 0) / (copies * self._place.parts)
         return mine._replace(samples=samples, missing=share.missing, remaining=float(share.remaining))
 
     def change(self, on_gradients: Callable[[StepGradients], object], step: Step, buckets: Buckets) -> Ballot:

@@ -18,6 +18,7 @@ from typing import Any, Literal, NoReturn
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.lr_scheduler import LRScheduler
 
 from evermoe.comm.courier import Sent
@@ -25,6 +26,7 @@ from evermoe.comm.group import Group
 from evermoe.comm.lighthouse import start_local_lighthouse
 from evermoe.comm.membership import MembershipManager
 from evermoe.comm.messages import Identity
+from evermoe.comm.torch_groups import is_group_error
 from evermoe.config.checkpoints import Checkpoints
 from evermoe.config.membership import Membership
 from evermoe.config.placement import Placement
@@ -34,7 +36,7 @@ from evermoe.copies.replay.replayable import find_arithmetics
 from evermoe.copies.snapshot.store import SnapshotStore
 from evermoe.data.reader_states import states_of
 from evermoe.data.sampler import Sampler
-from evermoe.errors import JobFinished, PeerLost
+from evermoe.errors import IslandLost, JobFinished, PeerLost
 from evermoe.events.base_event import Listener
 from evermoe.events.step_events import Protocol
 from evermoe.observe.listeners import combined, from_environment
@@ -46,6 +48,7 @@ from evermoe.process.memory_folder import DEFAULT, job_folder, node_name
 from evermoe.session import ended_jobs, proportions
 from evermoe.session.between_steps import BetweenSteps, check_open
 from evermoe.session.buckets import needs_background
+from evermoe.session.islands import LOST, divide, find_island, find_place
 from evermoe.session.loader_watch import LoaderWatch
 from evermoe.session.loss_scale import LossScale
 from evermoe.session.preemption import PreemptionHandler
@@ -59,6 +62,7 @@ from evermoe.session.training_inputs import TrainingInputs
 from evermoe.state.deferred import Deferral, Initializer, WeightSource, find_deferral
 from evermoe.state.loop_state import Stateful
 from evermoe.state.lr_schedule import as_one_schedule
+from evermoe.state.shards import TENSOR_PARALLEL
 from evermoe.state.training_state import TrainingState
 
 logger = logging.getLogger(__name__)
@@ -99,6 +103,8 @@ class Session(BetweenSteps):
         scaler: its settings scale the losses of training in float16. The session scales, scales back and updates.
         weights: source of the first weights of a model built in `evermoe.deferred`: a `WeightSource`, or a
             function that initialises a module. None: its constructors.
+        mesh: all processes of this island, in which `fully_shard` divides what is no expert; each of them is a member.
+            See `evermoe.session.islands`. None: each member holds the model alone.
         on_gradients: called in each step on each member that trains, with the reduced gradients as an
             `evermoe.StepGradients`, before they are sent to replicas and clipped: what it changes in place is part of
             the step. It must make the same changes on all members, and is called again when a failure has interrupted
@@ -137,6 +143,7 @@ class Session(BetweenSteps):
         scheduler: LRScheduler | Sequence[LRScheduler] | None = None,
         scaler: torch.amp.GradScaler | None = None,
         weights: WeightSource | Initializer | None = None,
+        mesh: DeviceMesh | None = None,
         on_gradients: Callable[[StepGradients], object] | None = None,
         stateful: Mapping[str, Stateful] | None = None,
         on_event: Listener | Sequence[Listener] = (),
@@ -152,6 +159,7 @@ class Session(BetweenSteps):
             max_grad_norm=max_grad_norm,
             on_nonfinite=on_nonfinite,
             seed=seed,
+            mesh=mesh,
             on_gradients=on_gradients,
             stateful=stateful,
         )
@@ -164,17 +172,26 @@ class Session(BetweenSteps):
         """Whether the session has left its job, or has not begun."""
         together, schedule = as_one(optimizer), as_one_schedule(scheduler)
         script = TrainingInputs(model, together, data, schedule, LossScale(scaler), config.stateful or {})
-        script.check(trains=joining.trains)
+        script.check(trains=joining.trains, in_island=mesh is not None)
         if joining.on_slow == "shift" and joining.trains:
             proportions.check(data)
         script.claim(self)
         deferral = find_deferral(model, together, weights)
+        island = None if mesh is None else find_island(mesh)
+        place = find_place(mesh)
+        shards = None if island is None else divide(model, together, island, place, deferral)
         is_sharded, choices = bool(config.shard_optimizer), config.copies.choices
         marks = choices.may_lose_tokens
         states = states_of(data)
         readers = None if states is None else states.tensor
         self._state = TrainingState(
-            model, together, deferral=deferral, is_sharded=is_sharded, has_marks=marks, readers=readers
+            model,
+            together,
+            deferral=deferral,
+            is_sharded=is_sharded,
+            shards=shards,
+            has_marks=marks,
+            readers=readers,
         )
         arithmetics = find_arithmetics(together) if config.sends_gradients else {}
         job = joining.job or f"job-{os.getpid()}-{uuid.uuid4().hex[:8]}"
@@ -193,15 +210,19 @@ class Session(BetweenSteps):
             identity=Identity(job, self._state.catalog.layout, common, rounding),
             node=node,
             device=(on := next(model.parameters()).device),
-            side_device=on if config.shard_optimizer == "overlap" or needs_background(model) else None,
+            side_device=on if config.shard_optimizer == "overlap" or needs_background(model, island) else None,
+            island=island,
         )
         self.group = self._membership.trainer_group
         """The members that train: its `rank` and `size` change with them."""
+        self.group.finishes_steps = island is not None
         for layer in self._state.layers.values():
             layer.group = self.group
         self._protection = Protection(self._state, self._store, self._membership, config.copies, arithmetics, emit)
         loader = LoaderWatch(data, self._membership, emit)
-        parts = SessionContext(script, self._state, self._membership, self._protection, config, emit, loader)
+        if mesh is not None and shards is not None and place.copies > 1:
+            shards.divide_tokens(self._state.layers.values(), mesh[TENSOR_PARALLEL].get_group())
+        parts = SessionContext(script, self._state, self._membership, self._protection, config, emit, loader, place)
         self._driver = SessionDriver(parts, self._store.directory.parent, self.leave)
         self._protocol = CommitProtocol(
             self._driver,
@@ -274,13 +295,16 @@ class Session(BetweenSteps):
             self._driver.evaluations.release()
             self._driver.substitute.put_back()
             self._protocol.look(self._end_of(until))
+            while self._protocol.is_stepping and not self._membership.groups.start.begin():
+                self._protocol.lose("another process of this island has lost a peer")
+                self._protocol.look(self._end_of(until))
             if self._protocol.is_over:
                 if is_first and self.is_main:
                     logger.warning("nothing left to do: %d of %d steps are taken", self.step, until)
                 break
             is_first = False
             if self._protocol.is_stepping:
-                share = partial(self._driver.loader.share, self.step, self.group.rank, self.group.size)
+                share = partial(self._driver.place.share, self._driver.loader, self.step, self.group)
                 step = Step(self.step, self.generation, share, self._driver, self._commit, self._fail, self.group.drop)
                 yield step
                 if not step.is_entered and not self._driver.is_stale(step):
@@ -305,6 +329,8 @@ class Session(BetweenSteps):
         """Leave the job after an error, so that no member waits; the memory stays for the next process."""
         self.group.drop(f"a member failed: {type(failure).__name__}")
         _leave_job(self)
+        if self._membership.island is not None and is_group_error(failure):
+            raise IslandLost(LOST) from failure
 
     def close(self) -> None:
         """Leave the job and remove this member's shared memory.

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, TypedDict
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from evermoe.checkpoint.checkpoint_store import is_read_only
 from evermoe.checkpoint.checkpointer import find_location
@@ -36,6 +37,7 @@ class SessionConfig(Options):
     max_grad_norm: float | None = option(None, shared=True, above=0)
     on_nonfinite: Literal["error", "skip"] = option("error", shared=True)
     seed: int | None = option(0, shared=True)
+    mesh: DeviceMesh | None = None
     on_gradients: Callable[[Any], object] | None = None
     stateful: Mapping[str, Stateful] | None = option(None, shared=True)
 
@@ -55,13 +57,22 @@ class SessionConfig(Options):
                 f"the preset {name} makes no copies of it: use preset {fitting}, or shard_optimizer=False"
             )
 
+        if self.mesh is not None:
+            for argument in ("shard_optimizer", "on_gradients"):
+                if getattr(self, argument):
+                    raise ValueError(
+                        f"{argument} and mesh: an island's processes divide parameters and their gradients "
+                        f"themselves; leave {argument} out"
+                    )
+
     def shared(self) -> dict[str, str]:
         """Return the options that must be the same for all members, and the name of the function for gradients."""
         function = self.on_gradients
         name = getattr(function, "__qualname__", type(function).__qualname__)
         groups = {"membership": self.membership, "placement": self.placement, "checkpoints": self.checkpoints}
         by_group = {f"{group}.{key}": value for group, some in groups.items() for key, value in some.shared().items()}
-        own = super().shared() | {"on_gradients": "None" if function is None else name}
+        mesh = "None" if self.mesh is None else f"{self.mesh.mesh_dim_names} {tuple(self.mesh.shape)}"
+        own = super().shared() | {"mesh": mesh} | {"on_gradients": "None" if function is None else name}
         return self.copies.shared() | by_group | own
 
     @property
@@ -86,6 +97,7 @@ class SessionArguments(TypedDict, total=False):
     scheduler: torch.optim.lr_scheduler.LRScheduler | None
     scaler: torch.amp.GradScaler | None
     weights: WeightSource | Initializer | None
+    mesh: DeviceMesh | None
     on_gradients: Callable[[StepGradients], object] | None
     stateful: Mapping[str, Stateful] | None
     on_event: Listener | Sequence[Listener]
@@ -102,6 +114,7 @@ def session_config(
     max_grad_norm: float | None = None,
     on_nonfinite: Literal["error", "skip"] = "error",
     seed: int | None = 0,
+    mesh: DeviceMesh | None = None,
     on_gradients: Callable[[Any], object] | None = None,
     stateful: Mapping[str, Stateful] | None = None,
 ) -> SessionConfig:
@@ -125,6 +138,7 @@ def session_config(
         max_grad_norm=max_grad_norm,
         on_nonfinite=on_nonfinite,
         seed=seed,
+        mesh=checked("mesh", mesh, DeviceMesh | None),
         on_gradients=on_gradients,
         stateful=stateful,
     )

@@ -49,10 +49,10 @@ class SessionDriver(RecoveryDriver):
     def __init__(self, parts: SessionContext, folder: Path, leave: Callable[[], None]) -> None:
         super().__init__(parts)
         self.role_request = RoleRequest(folder, self._config.membership.role, self.lost.turn, leave)
-        self.loader = parts.loader
+        self.loader, self.place = parts.loader, parts.place
         self.guard = ScriptGuard(self._script.model, self._script.optimizer)
         self._data = DataAdvance(self._script.sampler, self._group, self._emit)
-        self._reduced = ReducedGradients(self._script, self._state, self._group, self._config)
+        self._reduced = ReducedGradients(self._script, self._state, self._group, self._config, parts.place)
         if self._trains:
             self._save_progress()
         else:
@@ -87,7 +87,8 @@ class SessionDriver(RecoveryDriver):
         self._buckets.begin_step(may_send=may_send)
         self._emit(Begin(step.number))
         if self._config.seed is not None:
-            self._random.enter_context(seeded(self._config.seed, step.number, self._group.rank))
+            rank, _ = self.place.of(self._group.rank, self._group.size)
+            self._random.enter_context(seeded(self._config.seed, step.number, rank))
 
     @property
     def epoch(self) -> float:
@@ -158,17 +159,11 @@ class SessionDriver(RecoveryDriver):
         if changed is not None:
             counted = counted._replace(reduced_squares=changed.reduced_squares, divided=changed.divided)
         self._checks.compute(step.number)
-        capture_seconds, step_seconds = self._protection.measured_seconds()
-        return counted._replace(
+        return self._with_own(counted, state_requests)._replace(
             votes=float(is_whole and self._buckets.have_succeeded()),
-            state_requests=float(state_requests),
-            capture_seconds=capture_seconds,
-            step_seconds=step_seconds,
             checkpoint_done=float(self.saving.checkpointer.is_over),
             checkpoint_overdue=float(self.saving.checkpointer.is_overdue),
             save_done=float(self.saving.is_save_over),
-            reported=self.lost.reported,
-            role_switches=float(self.lost.is_returning),
             stopping=float(self.asks_to_stop),
             steps_own=float(own_code is not None),
         )
@@ -183,9 +178,12 @@ class SessionDriver(RecoveryDriver):
         self._protection.begin_step(number + 1)
         is_whole, state_requests = self._protection.finish_exchange(number + 1)
         self._emit(Vote(number))
+        return self._with_own(Ballot(votes=float(is_whole)), state_requests)
+
+    def _with_own(self, ballot: Ballot, state_requests: int) -> Ballot:
+        """Return a ballot with what members report that train, and replica nodes."""
         capture_seconds, step_seconds = self._protection.measured_seconds()
-        return Ballot(
-            votes=float(is_whole),
+        return ballot._replace(
             state_requests=float(state_requests),
             capture_seconds=capture_seconds,
             step_seconds=step_seconds,

@@ -24,6 +24,7 @@ from evermoe.recovery.target import ExpertTarget
 from evermoe.session.buckets import Buckets
 from evermoe.session.commands import Event
 from evermoe.session.evaluations import Evaluations
+from evermoe.session.islands import Place
 from evermoe.session.loader_watch import LoaderWatch
 from evermoe.session.loop_restore import LoopRestore
 from evermoe.session.measures import StepMeasures
@@ -62,6 +63,8 @@ class SessionContext(NamedTuple):
     """Called with the session's events."""
     loader: LoaderWatch
     """Measures the waits for batches."""
+    place: Place
+    """Part of this process in the batch of its island."""
 
 
 class RecoveryDriver(TrainingDriver):
@@ -71,7 +74,7 @@ class RecoveryDriver(TrainingDriver):
     """
 
     def __init__(self, parts: SessionContext) -> None:
-        self._script, self._state, membership, self._protection, self._config, emit, _ = parts
+        self._script, self._state, membership, self._protection, self._config, emit, *_ = parts
         joining, store = self._config.membership, self._protection.store
         self.saving = Saving(self._config, self._state, membership, self._protection, emit)
         claims = MemoryClaim(store.directory), self.saving.checkpointer
@@ -96,7 +99,7 @@ class RecoveryDriver(TrainingDriver):
             self._script.model,
             self._group,
             self._membership.node,
-            Meeting(self._group, lambda: waiting_ranks(self._membership)),
+            Meeting(self._group, lambda: waiting_ranks(membership), membership.groups.start),
             self.substitute,
         )
         self._measures = StepMeasures(
@@ -141,6 +144,8 @@ class RecoveryDriver(TrainingDriver):
         self._standby.end()
         self._early.drop()
         self._checks.end()
+        if self._state.shards is not None:
+            self._state.shards.end()
         self._buckets.close()
         self.saving.close()
         self.run.leave()

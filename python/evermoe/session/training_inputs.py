@@ -55,8 +55,12 @@ class TrainingInputs(NamedTuple):
         """Objects with state of the loop."""
         return loop_state.LoopParts(self.sampler, self.optimizer, self.scheduler, self.loss_scale, self.stateful)
 
-    def check(self, *, trains: bool) -> None:
+    def check(self, *, trains: bool, in_island: bool = False) -> None:
         """Check all types, and on a member that trains the size of the loop's state.
+
+        Args:
+            trains: whether this member does.
+            in_island: whether processes of this member's island may divide parameters, with FSDP2 or as DTensors.
 
         Raises:
             ValueError: an input is of another type, or a loader's first batch cannot be divided. Several optimizers
@@ -66,7 +70,7 @@ class TrainingInputs(NamedTuple):
         """
         check_types(model=self.model, optimizer=self.optimizer, sampler=self.sampler, scheduler=self.scheduler)
         _check_shares(self.model, self.optimizer, self.scheduler)
-        refuse_divided(self.model, self.optimizer)
+        refuse_divided(self.model, self.optimizer, in_island=in_island)
         _refuse_averages(self.model)
         _refuse_missing_adapters(self.model)
         self.loss_scale.check(self.model)
@@ -81,6 +85,8 @@ class TrainingInputs(NamedTuple):
         self.optimizer.zero_grad(set_to_none=True)
         for parameter in state.dense:
             parameter.grad = None
+        if state.shards is not None:
+            state.shards.drop_gradients()
         for layer in state.layers.values():
             layer.weights.grad = None
 
@@ -217,13 +223,18 @@ def _check_shares(model: nn.Module, optimizer: torch.optim.Optimizer, scheduler:
             )
 
 
-def refuse_divided(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def refuse_divided(model: nn.Module, optimizer: torch.optim.Optimizer, *, in_island: bool = False) -> None:
     """Refuse parameters or optimizers of which each process has a part, and modules that reduce gradients themselves.
+
+    Args:
+        model: whose modules and parameters they are.
+        optimizer: of the model.
+        in_island: whether FSDP2 and DTensors may divide what is no expert.
 
     Raises:
         UnsupportedState: there is one.
     """
-    _refuse_wrappers(model)
+    _refuse_wrappers(model, in_island=in_island)
     if any(kind.__name__ == "ZeroRedundancyOptimizer" for each in each_of(optimizer) for kind in type(each).__mro__):
         raise UnsupportedState(
             "ZeroRedundancyOptimizer steps a part of the parameters on each process, but a member of a session "
@@ -263,18 +274,27 @@ def _kinds(value: object) -> set[str]:
     return {kind.__name__ for kind in type(value).__mro__}
 
 
-def _refuse_wrappers(model: nn.Module) -> None:
+def _refuse_wrappers(model: nn.Module, *, in_island: bool) -> None:
+    experts = {id(layer.weights) for layer in expert_layers(model).values()}
+    allowed = {"FSDPModule", "DTensor"} if in_island else set()
     for path, module in model.named_modules():
-        for name in _kinds(module) & set(WRAPPERS):
+        for name in _kinds(module) & set(WRAPPERS) - allowed:
             raise UnsupportedState(
                 f"{name}, at {path or 'the top'} of the model, {_WHY.get(name, _WHY_OTHERS)}: give the session the "
                 "module that it wraps"
             )
     for path, parameter in model.named_parameters():
-        for name in _kinds(parameter) & set(SHARDED):
+        kinds = _kinds(parameter) & set(SHARDED)
+        if kinds and id(parameter) in experts:
+            raise UnsupportedState(
+                f"parameter {path} has the experts of a layer and is a {kinds.pop()}, but a session spreads experts "
+                "over all members itself: leave it out, as in fully_shard(module, ignored_params={layer.weights})"
+            )
+        for name in kinds - allowed:
             raise UnsupportedState(
                 f"parameter {path} is a {name}, of which each process has a part, but a member of a session holds all "
-                "of a module: do not call fully_shard, parallelize_module or distribute_tensor for it"
+                "of a module: do not call fully_shard, parallelize_module or distribute_tensor for it, or give the "
+                "session the mesh of the processes that hold it together, Session(mesh=...)"
             )
 
 

@@ -122,7 +122,8 @@ class Deferral:
         built = [_built[module] for module in model.modules() if module in _built]
         self._built = built[0] if built else None
         self.device = self._built.device if self._built else torch.get_default_device()
-        self._source = source
+        self._source, self.is_made = source, False
+        """Whether the parameters have their full shape."""
         self._modules = dict(named_parts(model))
         named = dict(model.named_parameters())
         for name, parameter in named.items():
@@ -199,6 +200,7 @@ class Deferral:
 
         In place: references to a parameter stay valid.
         """
+        self.is_made = True
         for parameter in parameters:
             self._set(parameter, self.shapes[id(parameter)])
             state = optimizer.state.get(parameter, {})

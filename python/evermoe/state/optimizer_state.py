@@ -27,7 +27,13 @@ _LARGEST_DIFFERENCE = 1e-3
 _ADVICE = "Use an elementwise optimizer such as torch.optim.AdamW(fused=True) or SGD."
 
 
-def create_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module, experts: Collection[Tensor]) -> Masters:
+def create_optimizer_state(
+    optimizer: torch.optim.Optimizer,
+    parameters: Collection[Tensor],
+    *,
+    experts: Collection[Tensor],
+    divided: Collection[Tensor] = (),
+) -> Masters:
     """Makes the optimizer create its state now, as its first step would, without changing any parameter.
 
     Each tensor of the state starts from zeros, or from the parameter itself, as float32 masters do: trials on small
@@ -35,23 +41,27 @@ def create_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module, e
 
     Args:
         optimizer: of the model.
-        model: whose parameters it steps.
+        parameters: of the model; it steps some of them.
         experts: those of them that are stacks of experts, one in each row.
+        divided: parts of parameters of which other processes have the others.
 
     Returns:
         Which of the state starts from the parameters; nothing if there was state already.
 
     Raises:
         ValueError: it steps a parameter of another model.
-        UnsupportedState: it treats experts of one stack otherwise than each alone, or its state is of a kind that units
-            cannot hold, or starts neither from zeros nor from the parameter.
+        UnsupportedState: it treats experts of one stack otherwise than each alone, or a part of a parameter otherwise
+            than in the complete one; or its state is of a kind that units cannot hold, or starts neither from zeros nor
+            from the parameter.
     """
-    stacks, found = {id(stack) for stack in experts}, {}
+    stacks, parts, found = {id(stack) for stack in experts}, {id(part) for part in divided}, {}
     for each in each_of(optimizer):
-        _check_parameters(each, model)
+        _check_parameters(each, parameters)
         for group in each.param_groups:
             if any(id(parameter) in stacks for parameter in group["params"]):
                 _check_rows(each, group)
+            if any(id(parameter) in parts for parameter in group["params"]):
+                _check_parts(each, group)
         found[each] = {} if any(each.state.values()) else _find_masters(each)
         if not any(each.state.values()):
             _start(each, Masters({each: found[each]}))
@@ -59,8 +69,8 @@ def create_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module, e
     return Masters(found)
 
 
-def _check_parameters(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-    own = {id(parameter) for parameter in model.parameters()}
+def _check_parameters(optimizer: torch.optim.Optimizer, parameters: Collection[Tensor]) -> None:
+    own = {id(parameter) for parameter in parameters}
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
             if id(parameter) not in own:
@@ -159,22 +169,44 @@ def _batches(parameters: Sequence[Tensor]) -> list[list[Tensor]]:
 
 def _check_rows(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> None:
     """Steps on a stack of rows, and on each row alone: experts come and go, and have replicas in other stacks."""
-    drawn = _drawn(group["params"][0], (_ROWS, _ROW))
-    together, alone = (
-        _two_steps(optimizer, group, drawn, parts, are_experts=True)[""] - drawn[0] for parts in ([_ROWS], [1] * _ROWS)
-    )
+    together, alone = _try_rows(optimizer, group, are_experts=True)
     if not together.count_nonzero():
         raise UnsupportedState(
             f"{type(optimizer).__name__} does not step the parameters of its groups: give the session the optimizer "
             "that steps them itself"
         )
-    if (together - alone).abs().max() > _LARGEST_DIFFERENCE * together.abs().max():
+    if _differ(together, alone):
         raise UnsupportedState(
             f"{type(optimizer).__name__} mixes the rows of a parameter: it steps the experts of a layer otherwise "
             f"together than one by one, so that replicas of an expert would differ. {_ADVICE} "
             "evermoe.optim.Muon steps each expert's matrices on their own. Another optimizer may step the parameters "
             "that are no experts, where a session gets a list of them."
         )
+
+
+def _check_parts(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> None:
+    """Steps on a matrix, and on each of its rows alone: each process of an island steps a part of a parameter."""
+    if _differ(*_try_rows(optimizer, group, are_experts=False)):
+        raise UnsupportedState(
+            f"{type(optimizer).__name__} mixes the rows of a parameter, of which each process of an island has a part: "
+            f"it would step the parts otherwise than the complete parameter. {_ADVICE}"
+        )
+
+
+def _try_rows(
+    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], *, are_experts: bool
+) -> tuple[Tensor, Tensor]:
+    """The updates of a matrix's rows that it steps together, and one by one."""
+    drawn = _drawn(group["params"][0], (_ROWS, _ROW))
+    together, alone = (
+        _two_steps(optimizer, group, drawn, parts, are_experts=are_experts)[""] - drawn[0]
+        for parts in ([_ROWS], [1] * _ROWS)
+    )
+    return together, alone
+
+
+def _differ(together: Tensor, alone: Tensor) -> bool:
+    return bool((together - alone).abs().max() > _LARGEST_DIFFERENCE * together.abs().max())
 
 
 def _find_masters(optimizer: torch.optim.Optimizer) -> dict[_Kind, Collection[str]]:

@@ -6,7 +6,7 @@ import logging
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from evermoe.comm.gather import gather_json
 from evermoe.comm.group import Group
@@ -102,6 +102,4 @@ def _name_tensors(state: TrainingState, group: Group, units: list[str]) -> None:
 
 
 def _is_buffer(state: TrainingState, unit: str, name: str) -> bool:
-    if unit in LOOP_UNITS or state.catalog.by_name[unit].layer is not None or "/" in name:
-        return False
-    return not isinstance(state.dense_tensors(unit)[name], nn.Parameter)
+    return unit not in LOOP_UNITS and any(s.is_buffer for s in state.catalog.by_name[unit].specs if s.name == name)

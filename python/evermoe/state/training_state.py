@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import cached_property
 from types import MappingProxyType
 
 import numpy as np
@@ -18,6 +19,7 @@ from evermoe.state.late import LateState
 from evermoe.state.loop_state import LoopState
 from evermoe.state.optimizer_state import create_optimizer_state
 from evermoe.state.sharded import DenseOwners
+from evermoe.state.shards import Shards
 from evermoe.state.stack_memory import StackMemories
 from evermoe.state.stored import RetainedUnits
 from evermoe.state.unit import (
@@ -58,6 +60,7 @@ class TrainingState:
         session: name of the unit with the loop's state and the experts' load; None for no such unit.
         deferral: of a model that has no values yet: until `begin` or `adopt`, nothing is held.
         is_sharded: whether what is not an expert has owners; see `evermoe.state.sharded`.
+        shards: this process's parts of the model's DTensors, in an island; None without one.
         has_marks: whether that unit has what is known of the experts' copies, too; see `evermoe.state.copy_marks`.
         readers: the states of an `ElasticReaders`, a unit of their own; None without one.
 
@@ -74,33 +77,50 @@ class TrainingState:
         session: str | None = SESSION,
         deferral: Deferral | None = None,
         is_sharded: bool = False,
+        shards: Shards | None = None,
         has_marks: bool = False,
         readers: Tensor | None = None,
     ) -> None:
-        self.deferral, self._is_made = deferral, deferral is None
+        self.deferral, self.shards = deferral, shards
         self.layers: dict[str, Experts] = expert_layers(model)
         self.optimizer = optimizer
-        expert_parameters = {id(layer.weights) for layer in self.layers.values()}
-        if len(expert_parameters) < len(self.layers):
+        layer_of = {id(layer.weights): layer for layer in self.layers.values()}
+        if len(layer_of) < len(self.layers):
             raise UnsupportedState("MoE layers may not share their weights: give each layer experts of its own")
-        self.dense = [p for p in model.parameters() if id(p) not in expert_parameters]
+        self._order = [layer_of.get(id(p)) or (p if shards is None else shards.local(p)) for p in model.parameters()]
         if deferral is None and any(parameter.is_meta for parameter in model.parameters()):
             raise UnsupportedState("expected a model with values, got parameters on meta: only a Session makes them")
         self.views = UnitViews()
         """Units that are parts of others, and bytes that stand in for units."""
         self._memories = StackMemories()
-        self._masters = create_optimizer_state(optimizer, model, [layer.weights for layer in self.layers.values()])
+        self._masters = create_optimizer_state(
+            optimizer,
+            self.parameters_in_order(),
+            experts=[layer.weights for layer in self.layers.values()],
+            divided=[] if shards is None else shards.divided,
+        )
         self.loop, self.expert_load = LoopState(), ExpertLoad(self.layers)
         self.expert_load.marks.are_kept = has_marks
         own = {} if session is None else {session: _loop_tensors(self.loop, self.expert_load)}
-        self._dense = own | ({} if readers is None else {READERS: {"states": readers}}) | dense_tensors(model)
+        own |= {} if readers is None else {READERS: {"states": readers}}
+        dense = dense_tensors(model)
+        self._dense = own | (dense if shards is None else shards.divide(dense))
         self.owners = DenseOwners(optimizer, self._dense, is_sharded=is_sharded)
         """Owners of the units that are no experts; none has one if all ranks hold them."""
-        self.catalog = UnitCatalog(self._list_units())
+        self.catalog = UnitCatalog(_list_units(self, [*own, *dense]))
         self.retained = RetainedUnits(self._memories.free_unused)
         """Units that a recovery has moved to other members; see `RetainedUnits`."""
         self.late = LateState(self._tensors, self.retained, self.devices)
         """Units whose optimizer state is still on its way to this rank. Readers wait until it has arrived."""
+
+    @cached_property
+    def dense(self) -> list[Tensor]:
+        """Parameters that are no experts, in the model's order."""
+        return [each for each in self._order if isinstance(each, Tensor)]
+
+    def parameters_in_order(self) -> list[Tensor]:
+        """All parameters in the model's order; of those that an island divides, this process's parts."""
+        return [each.weights if isinstance(each, Experts) else each for each in self._order]
 
     def devices(self) -> set[torch.device]:
         """Where parameters are."""
@@ -116,46 +136,26 @@ class TrainingState:
         state = self.optimizer.state.get(parameter, {})
         return {f"{name}/{key}": value for key, value in sorted(state.items()) if isinstance(value, Tensor)}
 
-    def _list_units(self) -> list[Unit]:
-        shapes = self.deferral.shapes if self.deferral is not None else {}
-        units = []
-        for name, tensors in self._dense.items():
-            found = [
-                TensorSpec(
-                    each,
-                    shapes.get(id(tensor), tuple(tensor.shape)) if t.dim() else (),
-                    t.dtype,
-                    is_optional=(name, each) == (SESSION, MARKS),
-                    is_state=each not in tensors and _is_state(each, t),
-                )
-                for key, tensor in tensors.items()
-                for each, t in ({key: tensor} | self._optimizer_tensors(key, tensor)).items()
-            ]
-            units.append(Unit(name, tuple(found)))
-        for path, layer in self.layers.items():
-            specs = tuple(
-                TensorSpec(
-                    key,
-                    tuple(t.shape[1:]) if t.dim() == 2 else tuple(t.shape),
-                    t.dtype,
-                    is_state=t is not layer.weights and _is_state(key, t),
-                )
-                for key, t in self._stacks(layer).items()
-            )
-            units += [Unit(expert_unit(path, e), specs, path, e) for e in range(layer.num_experts)]
-        return units
-
     def _stacks(self, layer: Experts) -> dict[str, Tensor]:
         """A layer's weights `[e, row]` and its optimizer state: stacks of the same shape, or scalars."""
         return {"weights": layer.weights} | self._optimizer_tensors("weights", layer.weights)
 
     # ---- what this rank holds
 
+    @property
+    def _is_made(self) -> bool:
+        """Whether the model has values."""
+        return self.deferral is None or self.deferral.is_made
+
+    def dense_holders(self, unit: str, ranks: int) -> tuple[int, ...]:
+        """Ranks that train a unit that is no expert and has no owner: those of its position in an island, or all."""
+        return tuple(range(ranks)) if self.shards is None else self.shards.holders(unit, ranks)
+
     def active(self, ranks: int) -> dict[str, tuple[int, ...]]:
-        """Ranks that train each unit: all, its owner, or those where its expert is placed."""
+        """Ranks that train each unit: all or those of a position, its owner, or those where its expert is placed."""
         owners = {name: (rank,) for name, rank in self.owners.by_unit.items()}
         return {
-            unit.name: owners.get(unit.name, tuple(range(ranks)))
+            unit.name: owners.get(unit.name) or self.dense_holders(unit.name, ranks)
             if unit.layer is None
             else tuple(np.flatnonzero(self.layers[unit.layer].matrix_RE[:, unit.expert]).tolist())
             for unit in self.catalog.units
@@ -250,7 +250,6 @@ class TrainingState:
             for parameter, names in zip(self.dense, self._masters.of(self.dense), strict=True):
                 for key in names if parameter in self.optimizer.state else ():
                     self.optimizer.state[parameter][key].copy_(parameter)
-            self._is_made = True
         for path, ids in experts.items():
             layer = self.layers[path]
             added = [expert for expert in ids if expert not in layer.ids]
@@ -291,7 +290,6 @@ class TrainingState:
         self.owners.hold(rank)
         if self.deferral is not None and not self._is_made:
             self.deferral.make(self.dense, self.optimizer)
-            self._is_made = True
         self._take_over(self._dense, fetched)
         for path, ids in experts.items():
             if ids != self.layers[path].ids:
@@ -345,3 +343,36 @@ class TrainingState:
         state = {key.removeprefix("weights/"): t for key, t in tensors.items() if key != "weights"}
         if state:
             self.optimizer.state[new] = state
+
+
+def _list_units(state: TrainingState, paths: Iterable[str]) -> list[Unit]:
+    """The units of all positions and layers; `paths` are the modules, and the names of other units."""
+    shapes = state.deferral.shapes if state.deferral is not None else {}
+    units = []
+    for name, tensors in state._dense.items():
+        found = [
+            TensorSpec(
+                each,
+                shapes.get(id(tensor), tuple(tensor.shape)) if t.dim() else (),
+                t.dtype,
+                is_optional=(name, each) == (SESSION, MARKS),
+                is_state=each not in tensors and _is_state(each, t),
+                is_buffer=each in tensors and not isinstance(t, nn.Parameter),
+            )
+            for key, tensor in tensors.items()
+            for each, t in ({key: tensor} | state._optimizer_tensors(key, tensor)).items()
+        ]
+        units.append(Unit(name, tuple(found)))
+    units = units if state.shards is None else state.shards.spread(units, paths)
+    for path, layer in state.layers.items():
+        specs = tuple(
+            TensorSpec(
+                key,
+                tuple(t.shape[1:]) if t.dim() == 2 else tuple(t.shape),
+                t.dtype,
+                is_state=t is not layer.weights and _is_state(key, t),
+            )
+            for key, t in state._stacks(layer).items()
+        )
+        units += [Unit(expert_unit(path, e), specs, path, e) for e in range(layer.num_experts)]
+    return units

@@ -41,6 +41,8 @@ class TensorSpec:
     """Whether only some presets have it: it is no part of the layout, and a save without it is read as zeros."""
     is_state: bool = field(default=False, compare=False)
     """Whether only an update needs it: it is the optimizer's, and more than a number."""
+    is_buffer: bool = field(default=False, compare=False)
+    """Whether it is a buffer of the module."""
 
     @property
     def nbytes(self) -> int:

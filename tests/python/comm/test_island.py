@@ -9,11 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from evermoe.comm.endpoint import LOOPBACK
+from evermoe.comm.endpoint import LOOPBACK, find_endpoint
 from evermoe.comm.island import Island
+from evermoe.comm.island_watch import IslandWatch
 from evermoe.comm.member_groups import MemberGroups
 from evermoe.comm.membership import MembershipManager
 from evermoe.comm.messages import Identity, Messages
+from evermoe.comm.reachability import Reachability
 from evermoe.comm.transport import Transport
 from evermoe.config.membership import Membership
 from evermoe.errors import PeerLost
@@ -58,7 +60,7 @@ def test_islands_need_one_lighthouse_and_members_that_train():
         member(island, lighthouse="http://127.0.0.1:9,http://127.0.0.1:10")
     found = member(island)
     try:
-        assert (found.island, found.rank_key, found.position_group.size) == (island, "a/000001", 1)
+        assert (found.island, found.rank_key, found.groups.position.size) == (island, "a/000001", 1)
         message = found._message({"established": False} | STANDING, 0.0, waits=True)
         [read] = found.messages.read_members([SimpleNamespace(replica_id=found.id, data=message)], is_established=False)
         assert read.data["island"] == {"name": "a", "position": 1, "size": 2}
@@ -103,8 +105,10 @@ def test_all_members_of_a_job_have_islands_of_one_size():
 def connect_islands(group, folder):
     """Three islands of two; returns the sums over this rank's position, and over all."""
     island = Island("abc"[group.rank // 2], group.rank % 2, 2)
-    groups = MemberGroups(LOOPBACK, Transport(LOOPBACK, LOOPBACK), LIMIT, island, CPU, None)
-    groups.rebuild(dist.FileStore(f"{folder}/meeting", 6), group.rank, 6, 6)
+    reach = Reachability("a", find_endpoint(None, [ADDRESS]))
+    groups = MemberGroups(LOOPBACK, Transport(LOOPBACK, LOOPBACK), LIMIT, IslandWatch(island, reach, 60.0), CPU, None)
+    members = [(str(rank), reach.address) for rank in range(6)]
+    groups.rebuild(1, dist.FileStore(f"{folder}/meeting", 6), members, group.rank, 6)
     mine = torch.tensor([float(10**group.rank)])
     position, trainers = (each.all_reduce(mine.clone()).item() for each in (groups.position, groups.trainers))
     place = groups.position.rank, groups.position.size
@@ -114,6 +118,8 @@ def connect_islands(group, folder):
     for each in (groups.trainers, groups.position):  # those of the other position lose it, too
         with pytest.raises(PeerLost):
             each.all_reduce(mine)
+    groups.close()
+    reach.close()
     return place, position, trainers
 
 

@@ -127,6 +127,8 @@ class Options:
     """Parts of a share, whose gradients add up."""
     environment: dict[str, str] = field(default_factory=dict)
     """Variables that it has besides the tests' own."""
+    island: dict[str, Any] | None = None
+    """Its island: see `support.islands`."""
     network: dict[str, str] | None = None
     """The host that it runs on, if not the tests' own: see `support.hosts`."""
 
@@ -213,9 +215,7 @@ class Recorder:
         if fields.get("phase") == "fetch" and self._has_updated:
             self.write("kept", **self._state())  # also after a recalled vote, which updates without a step's events
         if name == "protection_planned" and self._options.states:
-            from support.states import watch  # this file also runs by itself, without the others
-
-            watch(self)
+            importlib.import_module("support.states").watch(self)  # this file also runs by itself, without the others
         with self._has_copied:
             if name == "copy":
                 self._copied_step = fields["step"]
@@ -422,6 +422,7 @@ def _train(options: Options, record: Recorder) -> None:
     model, weights = importlib.import_module("support.hub").open_folder(options.hub) if options.hub else (model, None)
     if not any(parameter.is_meta for parameter in model.parameters()):  # else deferred, and large
         model = model.to(options.device, getattr(torch, options.dtype))
+    mesh = importlib.import_module("support.islands").divide(model, options.island, record) if options.island else None
     data = dataset().to(options.device)
     optimizer = make_optimizer(options.optimizer, model)
     if options.lr is not None:
@@ -433,6 +434,7 @@ def _train(options: Options, record: Recorder) -> None:
         scheduler=make_scheduler(options.schedule, optimizer),
         on_event=record,
         weights=weights,
+        mesh=mesh,
         **grouped(options.session, lighthouse=options.lighthouse),
     )
     record.hook()
@@ -440,6 +442,7 @@ def _train(options: Options, record: Recorder) -> None:
         importlib.import_module("support.wrong_products").spoil(model, options.wrong)
     if options.compiled:
         model.compile(fullgraph=True, backend="aot_eager")
+    is_copy = bool(options.island and options.island["is_copy"])
     profiler = Profiler(model, keep=options.steps)
     if options.trace:
         profiler.attach()
@@ -448,7 +451,7 @@ def _train(options: Options, record: Recorder) -> None:
         wait_until_written(session, options.waits_for_disk)
         if step.number == 0:
             record.watch()
-        generation, indices = session.generation, step.indices.tolist() if step.weight else []
+        generation, indices = session.generation, step.indices.tolist() if step.weight and not is_copy else []
         record.write("share", step=step.number, generation=generation, indices=indices, rank=session.group.rank)
         record.computing = step.number
         with step:

@@ -86,6 +86,11 @@ def connect(group, folder):
     return side
 
 
+def members(group, side):
+    """The groups of members without islands."""
+    return SimpleNamespace(trainer_group=group, side_group=side, groups=SimpleNamespace(position=Group()))
+
+
 def summed(group, folder, kind, is_sharded):
     """Return the gradients of this rank after each step: local ones, sums without a background, and with one."""
     buckets_module.BUCKET_BYTES, arrivals.PATIENT_STEPS = 64, 1
@@ -94,7 +99,7 @@ def summed(group, folder, kind, is_sharded):
         model, local, sums, early = Shared(), [], [], []
         state = place(model, is_sharded, group.rank)
         parameters = dict(model.named_parameters())
-        membership = SimpleNamespace(trainer_group=group, side_group=side if is_early else Group())
+        membership = members(group, side if is_early else Group())
         buckets = Buckets(model, state, membership, torch.device("cpu"))
         for step in range(STEPS):
             model.zero_grad(set_to_none=True)
@@ -110,7 +115,7 @@ def summed(group, folder, kind, is_sharded):
             buckets.reduce()
             assert all(each.isfinite() for each in buckets.extremes)
             sums.append({name: None if p.grad is None else p.grad.clone() for name, p in parameters.items()})
-            assert is_sharded or len(buckets.flats) >= 4
+            assert is_sharded or len(buckets.flats.replicated) >= 4
         buckets.close()
         found.append({"local": local, "sums": sums, "early": early, "buckets": len(buckets._buckets)})
     return found
@@ -166,7 +171,7 @@ def test_most_bytes_leave_during_backward(tmp_path):
         model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(16)))
         state = TrainingState(model, torch.optim.SGD(model.parameters(), lr=0.1))
         side = connect(group, folder)
-        buckets = Buckets(model, state, SimpleNamespace(trainer_group=group, side_group=side), torch.device("cpu"))
+        buckets = Buckets(model, state, members(group, side), torch.device("cpu"))
         buckets.plan()
         shares = []
         for _ in range(2):

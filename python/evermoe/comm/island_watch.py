@@ -1,0 +1,76 @@
+"""Ends the waits in an island's own groups once one of its processes is lost.
+
+After a loss a session's step runs to its end, with the collectives of FSDP2 that the other processes of the island
+make, too. If one of these is lost, such a collective may wait for a long time: NCCL learns of no loss, and gloo of no
+process that is stopped.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from evermoe.comm.island import Island
+from evermoe.comm.reachability import Reachability
+from evermoe.comm.torch_groups import interrupt_torch_groups
+
+PAUSE_SECONDS = 0.2
+"""Time between two probes."""
+
+
+class IslandWatch:
+    """Probes the other processes of an island while the session's group is broken. Link it to that group.
+
+    Args:
+        island: place of this process in it.
+        reach: probes members.
+        limit: seconds without an answer after which a process is lost.
+    """
+
+    def __init__(self, island: Island, reach: Reachability, limit: float) -> None:
+        self.island, self._reach, self._limit = island, reach, limit
+        self._others: dict[str, str] = {}
+        self._is_over = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    @classmethod
+    def of(cls, island: Island | None, reach: Reachability, limit: float) -> IslandWatch | None:
+        """Return the watch of an island; None without one."""
+        return None if island is None else cls(island, reach, limit)
+
+    def connect(self, members: list[tuple[str, str]], rank: int) -> None:
+        """Stop to probe: the session's group is connected again.
+
+        Args:
+            members: each member and the address of its probe server, in the order of ranks.
+            rank: of this member.
+        """
+        self.end()
+        first = rank - self.island.position
+        own = members[first : first + self.island.size]
+        self._others = dict(own[: self.island.position] + own[self.island.position + 1 :])
+        self._is_over = threading.Event()
+
+    def drop_alone(self, reason: str) -> None:
+        """Begin to probe, as the session's group is broken."""
+        if self._others and self._thread is None and not self._is_over.is_set():
+            self._thread = threading.Thread(
+                target=self._probe, args=[self._is_over], name="evermoe-island", daemon=True
+            )
+            self._thread.start()
+
+    def end(self) -> None:
+        """Stop to probe."""
+        self._is_over.set()
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.join()
+
+    def _probe(self, is_over: threading.Event) -> None:
+        answered = time.monotonic()
+        while not is_over.wait(PAUSE_SECONDS):
+            if not self._reach.find_silent(self._others):
+                answered = time.monotonic()
+            elif time.monotonic() - answered > self._limit:
+                interrupt_torch_groups()
+                return
