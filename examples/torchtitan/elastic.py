@@ -55,7 +55,9 @@ class ElasticRoutedExperts(Module):
     def forward(self, x_BLD, topk_scores_BLK, topk_expert_ids_BLK, _num_local_tokens_per_expert_E):
         """Return the weighted sum of the experts' outputs, `[B, L, D]`."""
         tokens, ids, scores = (each.flatten(0, 1) for each in (x_BLD, topk_expert_ids_BLK, topk_scores_BLK))
-        return self.inner_experts(tokens, ids, scores).view_as(x_BLD)
+        is_mixed = x_BLD.dtype != torch.float32  # FSDP2 casts the weights that it has, and not those of experts
+        with torch.autocast(x_BLD.device.type, x_BLD.dtype, enabled=is_mixed):
+            return self.inner_experts(tokens, ids, scores.float()).view_as(x_BLD)
 
 
 @override(target=RoutedExperts.Config)
