@@ -10,7 +10,7 @@ if [ ! -e "$venv/.ready" ]; then
   touch "$venv/.ready"
 fi
 export PYTHONPATH=python
-"$venv/bin/python" -m pytest -q -m "not gpu" -p no:cacheprovider tests/python/ops/test_ops.py tests/python/ops/test_adamw.py tests/python/test_optim.py tests/python/test_readers.py
+"$venv/bin/python" -m pytest -q -m "not gpu" -p no:cacheprovider tests/python/ops/test_ops.py tests/python/ops/test_adamw.py tests/python/test_optim.py tests/python/test_readers.py tests/python/test_checkpointed_moe.py
 "$venv/bin/python" -m pytest -q -p no:cacheprovider tests/python/session/failures/test_session.py -k "killed_at and vote or joiner"
 "$venv/bin/python" -m pytest -q -p no:cacheprovider tests/python/pipeline/test_pipeline.py -k "while_torch_connects or while_gloo_connects"
 "$venv/bin/python" -m pytest -q -p no:cacheprovider tests/python/pipeline/test_localised.py -k "compute_nothing_again and 1F1B"

@@ -23,6 +23,7 @@ backward raises an error.
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable
 from types import CodeType, FrameType
@@ -280,7 +281,8 @@ def _find_all() -> _Enclosing | None:
     for pack in [] if top is None else _hooks():
         if getattr(pack, "__qualname__", "") not in FRAMES or pack.__module__ != "torch.utils.checkpoint":
             continue
-        cells = dict(zip(pack.__code__.co_freevars, pack.__closure__ or (), strict=True))
+        own = inspect.unwrap(pack)  # torch 2.15 hides it from its compiler
+        cells = dict(zip(own.__code__.co_freevars, own.__closure__ or (), strict=True))
         if "frame" not in cells:
             repeated, run = cells["target_frame_ref"].cell_contents(), pack
             break
