@@ -37,7 +37,7 @@ class SessionConfig(Options):
     max_grad_norm: float | None = option(None, shared=True, above=0)
     on_nonfinite: Literal["error", "skip"] = option("error", shared=True)
     seed: int | None = option(0, shared=True)
-    mesh: DeviceMesh | None = None
+    mesh: DeviceMesh | None = option(None, shared=True)
     on_gradients: Callable[[Any], object] | None = None
     stateful: Mapping[str, Stateful] | None = option(None, shared=True)
 

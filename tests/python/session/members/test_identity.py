@@ -406,7 +406,7 @@ def test_options_that_all_members_must_share_are_marked_so():
     own |= {"snapshot_memory", "replay_log_bytes", "replica_device"}
     groups = {"membership": Membership, "placement": Placement, "checkpoints": Checkpoints, "auto": Auto}
     names = {f"{group}.{name}" for group, kind in groups.items() for name in kind.names() if name not in own}
-    names |= {"preset", "replication", "shard_optimizer", "max_grad_norm", "on_nonfinite", "seed"}
+    names |= {"preset", "replication", "shard_optimizer", "max_grad_norm", "on_nonfinite", "seed", "mesh"}
     assert set(shared) == names | {"on_gradients", "stateful"}
 
 
