@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
 
 from evermoe.comm.group import Group
 from evermoe.errors import UnsupportedState
@@ -193,8 +194,11 @@ class Choice:
 
     def _check(self, own_TK: Tensor, ids_TK: Tensor) -> None:
         replay = None if self._replaced is None else self._replaced.replay
-        if not (replay is not None or self._is_repeat) or torch.equal(own_TK, ids_TK):
+        if replay is None and not self._is_repeat:
             return
+        with _disable_current_modes():  # a selective policy refuses a repeat with other operators than the forward
+            if torch.equal(own_TK, ids_TK):
+                return
         if self._is_repeat and self._layer.group.gives_zeros:  # the zeros of an earlier layer change the scores
             return
         if replay is None:
