@@ -81,7 +81,7 @@ def _to_bucket(manifest: Manifest, draft: ObjectPath) -> ObjectPath:
 def _put(unit: Saved, draft: ObjectPath, number: int, tensors: dict[str, Tensor]) -> Row:
     file = f"{number:05d}.safetensors"
     put_tensors(draft / file, {f"{unit.unit}/{key}": tensor for key, tensor in tensors.items()})
-    return Row(unit.unit, file, unit.digest, unit.tensors)
+    return Row(unit.unit, file, unit.digest, unit.tensors, extents=unit.rows[0].extents)
 
 
 def _to_folder(manifest: Manifest, draft: Path) -> Path:
@@ -92,7 +92,11 @@ def _to_folder(manifest: Manifest, draft: Path) -> Path:
         write_tensors(
             draft / file, {f"{name}/{key}": each for name, unit in units.items() for key, each in unit.items()}
         )
-        rows += [Row(name, file, manifest.units[name].digest, list(unit)) for name, unit in units.items()]
+        known = manifest.units
+        rows += [
+            Row(name, file, known[name].digest, list(unit), extents=known[name].rows[0].extents)
+            for name, unit in units.items()
+        ]
     write_text(draft / MANIFEST, manifest_text(manifest.version, manifest.layout, rows))
     flush(draft)
     return take_name(draft)

@@ -1,7 +1,7 @@
 """Gathers the weights of a model whose experts are distributed over ranks: on rank 0, one module or layer at a time.
 
 All ranks walk the model in the same order. An expert's first holder sends it to rank 0; all other parameters are on all
-ranks. Only rank 0 uses what it iterates over.
+ranks. Only rank 0 uses what it iterates over. Tensors that an island divides are gathered in each island.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from evermoe.comm.gather import share_json
 from evermoe.comm.group import Group
 from evermoe.errors import PersistFailed, UnsupportedState
 from evermoe.moe.experts import Experts, expert_layers
+from evermoe.state.shards import divide_again, is_dtensor, local_part
 from evermoe.state.unit import own_tensors
 
 T = TypeVar("T")
@@ -73,7 +74,8 @@ def _fill_expert(layer: Experts, expert: int, row: Tensor, root: int = 0) -> Non
 def pieces(module: nn.Module, prefix: str = "") -> Iterator[Piece]:
     """Yield the state dict of a model with all its experts, in parts and in its order; collective.
 
-    Parameters that are not experts share the model's memory. Ranks other than 0 get only the keys of experts.
+    Parameters that are not experts share the model's memory, those that an island divides are on the CPU. Ranks other
+    than 0 get only the keys of experts.
 
     Raises:
         UnsupportedState: a module around expert layers changes its state dict by hooks.
@@ -82,7 +84,8 @@ def pieces(module: nn.Module, prefix: str = "") -> Iterator[Piece]:
     if isinstance(module, Experts):
         yield _whole(module).state_dict(prefix=prefix)
     elif not expert_layers(module):
-        yield module.state_dict(prefix=prefix)
+        divide_again(module)
+        yield _joined(module.state_dict(prefix=prefix))
     elif "_checkpoint_wrapped_module" in module._modules:  # its hook removes this name from the keys
         yield from pieces(module._modules["_checkpoint_wrapped_module"], prefix)  # type: ignore[arg-type]
     else:
@@ -93,11 +96,16 @@ def pieces(module: nn.Module, prefix: str = "") -> Iterator[Piece]:
                 "of the session (checkpoints=), which evermoe.load_weights reads"
             )
         own: Piece = {}
+        divide_again(module)
         module._save_to_state_dict(own, prefix, keep_vars=False)
-        yield own
+        yield _joined(own)
         for name, child in module._modules.items():
             if child is not None:
                 yield from pieces(child, f"{prefix}{name}.")
+
+
+def _joined(piece: Piece) -> Piece:
+    return {key: each.full_tensor().cpu() if is_dtensor(each) else each for key, each in piece.items()}
 
 
 def _whole(layer: Experts) -> Experts:
@@ -118,7 +126,8 @@ def gather(model: nn.Module, group: Group) -> Piece:
     Raises:
         UnsupportedState, PeerLost: as for `pieces`.
     """
-    own = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+    tensors = map(local_part, (*model.parameters(), *model.buffers()))
+    own = {tensor.untyped_storage().data_ptr() for tensor in tensors}
     copies: dict[Any, Tensor] = {}
 
     def apart(value: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,6 +22,8 @@ from evermoe.checkpoint.object_file import open_object
 from evermoe.checkpoint.object_store import Location, ObjectPath
 from evermoe.checkpoint.plain_files import open_plain, read_plain
 from evermoe.errors import CorruptCopy
+from evermoe.state.extent import Extent
+from evermoe.state.unit import complete_name
 
 MANIFEST = "manifest.json"
 MANIFEST_BYTES = 64 << 20
@@ -64,19 +66,27 @@ class Row(NamedTuple):
     """Version of the unit; None: that of the manifest. Rows of a manifest that was read always have it."""
     origin: str | None = None
     """Name of the checkpoint or save that the file belongs to; None: the manifest's own. Always present when read."""
+    extents: Mapping[str, Extent] | None = None
+    """Of a shard, the places of its parts of tensors, by name; None for a unit that is none."""
+
+    @property
+    def complete(self) -> str:
+        """Name of the unit of which this is a shard; the own name of one that is none."""
+        return self.unit if self.extents is None else complete_name(self.unit)
 
     @classmethod
     def from_list(cls, values: Sequence[Any]) -> Row:
         """Return a row that has passed through JSON as a list."""
         row = cls(*values)
-        return row if row.part is None else row._replace(part=Part(*row.part))
+        return row._replace(part=None if row.part is None else Part(*row.part), extents=_as_extents(row.extents))
 
     @classmethod
     def of_fields(cls, fields: dict[str, Any], version: int, origin: str) -> Row:
         """Return the row of a unit's fields in the manifest of this version in the folder of this name."""
         part = Part(*fields["part"]) if "part" in fields else None
         value, version, origin = int(fields["digest"], 16), fields.get("version", version), fields.get("origin", origin)
-        return cls(fields["name"], fields["file"], value, fields["tensors"], part, version, origin)
+        extents = _as_extents(fields.get("extents"))
+        return cls(fields["name"], fields["file"], value, fields["tensors"], part, version, origin, extents)
 
     def to_fields(self, version: int) -> dict[str, Any]:
         """Return the fields of the row in a manifest of this version."""
@@ -88,7 +98,13 @@ class Row(NamedTuple):
         fields["digest"] = f"{self.digest:016x}"
         if self.part is not None:
             fields["part"] = list(self.part)
+        if self.extents is not None:
+            fields["extents"] = {name: [list(each) for each in extent] for name, extent in self.extents.items()}
         return fields | {"tensors": list(self.tensors)}
+
+
+def _as_extents(lists: Mapping[str, Sequence[Sequence[int]]] | None) -> dict[str, Extent] | None:
+    return None if lists is None else {name: Extent.from_lists(*each) for name, each in lists.items()}
 
 
 @dataclass(frozen=True)
@@ -121,6 +137,11 @@ class Saved:
     def tensors(self) -> Sequence[str]:
         """Names of its tensors, in the order of its bytes."""
         return self.rows[0].tensors
+
+    @property
+    def extents(self) -> Mapping[str, Extent]:
+        """The places of its parts of tensors, by name; empty unless it is a shard."""
+        return self.rows[0].extents or {}
 
     @property
     def is_cut(self) -> bool:
@@ -163,6 +184,14 @@ class Manifest:
     def units(self) -> dict[str, Saved]:
         """The newest version of each unit."""
         return {each.unit: each for each in reversed(self.saved)}
+
+    @cached_property
+    def divided(self) -> dict[str, list[Saved]]:
+        """The units by the name of what they are shards of: a list with the unit itself where it is complete."""
+        found: dict[str, list[Saved]] = {}
+        for each in self.units.values():
+            found.setdefault(each.rows[0].complete, []).append(each)
+        return found
 
     @property
     def is_save(self) -> bool:

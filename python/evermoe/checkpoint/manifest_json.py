@@ -7,6 +7,9 @@ checkpoint's: then the unit has `"origin"`, and the format is 3. The units of a 
 may have several. Members may save a unit together, each in a file of its own. Then the units have `"version"` or
 `"part":[start,end,of]`, and the format is 5.
 
+Shards of islands have `"extents":{tensor:[full,offset,shape]}`: for each divided tensor the shape of the complete one,
+the index of the part's first element, and the part's shape. Then the format is 6.
+
 The checksum is the xxh3-64 of the text without it. It covers every field, including the version.
 """
 
@@ -20,10 +23,12 @@ from typing import Any, NoReturn
 import numpy as np
 
 from evermoe._native import digest
+from evermoe.state.unit import complete_name
 from evermoe.state.version import step_of
 
-PLAIN_FORMAT, SHARING_FORMAT, VERSIONS_FORMAT = 2, 3, 5
-"""Numbers of the format: of units as of one checkpoint, with files of others, and with versions or parts of units."""
+PLAIN_FORMAT, SHARING_FORMAT, VERSIONS_FORMAT, SHARDS_FORMAT = 2, 3, 5, 6
+"""Numbers of the format: of units as of one checkpoint, with files of others, with versions or parts of units, and with
+shards."""
 _END = re.compile(r',"checksum":"([0-9a-f]{16})"}$')
 _DIGEST = re.compile(r"^[0-9a-f]{16}\Z")
 
@@ -53,7 +58,7 @@ def from_text(content: bytes) -> dict[str, Any]:
         fields = json.loads(text, object_pairs_hook=_named_once, parse_constant=_refuse)
     except json.JSONDecodeError as error:
         raise ValueError(f"the text is no JSON: {error}") from None
-    formats = PLAIN_FORMAT, SHARING_FORMAT, VERSIONS_FORMAT
+    formats = PLAIN_FORMAT, SHARING_FORMAT, VERSIONS_FORMAT, SHARDS_FORMAT
     found = fields.get("format") if isinstance(fields, dict) else None
     if type(found) is not int or found not in formats:
         raise ValueError(f"format {str(found)[:80]}, expected one of {', '.join(map(str, formats))}")
@@ -82,6 +87,8 @@ def _refuse(number: str) -> NoReturn:
 
 
 def _format(units: list[dict[str, Any]]) -> int:
+    if any("extents" in unit for unit in units):
+        return SHARDS_FORMAT
     if any("version" in unit or "part" in unit for unit in units):
         return VERSIONS_FORMAT
     return SHARING_FORMAT if any("origin" in unit for unit in units) else PLAIN_FORMAT
@@ -119,6 +126,18 @@ def _are_tensors(value: object) -> bool:
     return 0 < len(value) == len({*value})
 
 
+def _are_extents(value: object) -> bool:
+    return isinstance(value, dict) and bool(value) and all(map(_is_extent, value.values()))
+
+
+def _is_extent(value: object) -> bool:
+    if not isinstance(value, list) or len(value) != 3 or not all(isinstance(each, list) for each in value):
+        return False
+    if not all(_is_count(number) for each in value for number in each) or len({*map(len, value)}) > 1:
+        return False
+    return bool(value[0]) and all(n and start + n <= full for full, start, n in zip(*value, strict=True))
+
+
 _Checks = dict[str, tuple[Callable[[object], bool], str]]
 _MANIFEST: _Checks = {
     "format": (_is_count, "a number"),
@@ -135,8 +154,9 @@ _UNIT: _Checks = {
     "origin": (_is_file_name, "the name of a checkpoint in the same folder"),
     "version": (_is_count, "a version"),
     "part": (_is_part, "a range of its bytes"),
+    "extents": (_are_extents, "by tensor, the shape of the complete one, and offset and shape of a part of it"),
 }
-_OPTIONAL = {"origin", "version", "part"}
+_OPTIONAL = {"origin", "version", "part", "extents"}
 
 
 def _problem(fields: dict[str, Any]) -> str:
@@ -149,6 +169,8 @@ def _problem(fields: dict[str, Any]) -> str:
     rows: dict[tuple[str, int], list[dict[str, Any]]] = {}
     for unit in fields["units"]:
         if problem := _defect("a unit", unit, _UNIT, _OPTIONAL):
+            return problem
+        if "extents" in unit and (problem := _no_shard(unit)):
             return problem
         rows.setdefault((unit["name"], unit.get("version", version)), []).append(unit)
     if fields["format"] != _format(fields["units"]):
@@ -165,6 +187,14 @@ def _defect(what: str, fields: object, checks: _Checks, optional: Collection[str
     return (
         f"{what} {str(fields.get('name', ''))[:80]!r}: {wrong}: expected {checks[wrong][1]}, got {fields[wrong]!r:.80}"
     )
+
+
+def _no_shard(unit: dict[str, Any]) -> str:
+    """Return why a unit with extents is no shard; empty if it is one."""
+    name = unit["name"]
+    if complete_name(name) != name and "part" not in unit and unit["extents"].keys() <= {*unit["tensors"]}:
+        return ""
+    return f"unit {name!r:.80}: expected a complete shard, NAME@POSITIONofSIZE, with the tensors that have extents"
 
 
 def _mismatch(name: str, version: int, rows: list[dict[str, Any]]) -> str:

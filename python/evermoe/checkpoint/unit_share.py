@@ -36,4 +36,6 @@ class Share(NamedTuple):
             digest: of the unit, if the bytes are complete.
         """
         value = self.digest if digest is None else digest
-        return Row(self.unit.name, file, value, [spec.name for spec in self.unit.specs], self.part)
+        extents = {spec.name: spec.extent for spec in self.unit.specs if spec.extent is not None}
+        names = [spec.name for spec in self.unit.specs]
+        return Row(self.unit.name, file, value, names, self.part, extents=extents or None)

@@ -89,6 +89,7 @@ def _fields(unit: Saved, manifest: Manifest) -> dict[str, Any]:
     fields: dict[str, Any] = {"file": file, "digest": f"{unit.digest:016x}", "tensors": unit.tensors}
     fields |= {"origin": origin} if origin != manifest.path.name else {}
     fields |= {"version": unit.version} if unit.version != manifest.version else {}
+    fields |= {"extents": unit.extents} if unit.extents else {}
     return fields | ({"files": [_file(row, manifest) for row in unit.rows]} if unit.is_cut else {})
 
 

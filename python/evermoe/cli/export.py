@@ -71,12 +71,12 @@ def _to_dcp(manifest: Manifest, out: Path) -> None:
     import torch
     from torch.distributed import checkpoint as dcp
 
-    from evermoe.checkpoint.manifest import read_units
+    from evermoe.checkpoint.assembly import complete_units, read_wanted
 
     if out.exists() and any(out.iterdir()):
         raise FileExistsError(17, "expected an empty folder", str(out))
     state: dict[str, Any] = {}
-    for unit, tensors in read_units(manifest, list(manifest.units)):
+    for unit, tensors in read_wanted(manifest, complete_units(manifest)):
         state |= {f"{unit}/{key}": tensor for key, tensor in tensors.items()}
     with torch.no_grad():
         dcp.save(state, checkpoint_id=out, no_dist=True)

@@ -1,4 +1,4 @@
-"""Copies of lost units that memory has and this run cannot use, as another preset wrote them with other contents.
+"""Copies of lost units that memory has and this run cannot use, as another preset wrote them, or another mesh.
 
 The unit of a session, for example, has the tokens of each expert with the presets that may lose tokens, and lacks them
 with the others.
@@ -6,7 +6,7 @@ with the others.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 
 from evermoe.comm.gather import gather_json
 from evermoe.comm.group import Group
@@ -18,9 +18,13 @@ from evermoe.state.version import step_of
 
 MAX_SHOWN = 8
 """Units and steps that a message names."""
+_WAY = (
+    "To change the {0}, resume with it and checkpoints, end all workers by SIGTERM, which writes a checkpoint, and "
+    "start with the new {0}"
+)
 
 
-def explain(state: TrainingState, stored: Iterable[tuple[StoredUnit, str]], group: Group, lost: Collection[str]) -> str:
+def explain(state: TrainingState, stored: Sequence[tuple[StoredUnit, str]], group: Group, lost: Collection[str]) -> str:
     """Names the copies of lost units that no member can use, and says what to do; empty if there are none. Collective.
 
     Args:
@@ -29,6 +33,13 @@ def explain(state: TrainingState, stored: Iterable[tuple[StoredUnit, str]], grou
         group: all members.
         lost: names of the units.
     """
+    others = [found for found, _ in stored if state.catalog.is_divided_otherwise(found.unit)]
+    told_steps = gather_json(group, sorted({step_of(found.version) for found in others}))
+    if of_others := sorted({step for theirs in told_steps for step in theirs}):
+        return (
+            f"Memory has units of steps {_shown([*map(str, of_others)])} that another mesh has divided, or none. To "
+            f"resume from memory, start with that. {_WAY.format('mesh')}"
+        )
     mine = {
         (found.unit, found.version, found.preset)
         for found, kind in stored
@@ -45,8 +56,7 @@ def explain(state: TrainingState, stored: Iterable[tuple[StoredUnit, str]], grou
     return (
         f"Memory has {units} of steps {steps} with other contents: preset {presets} wrote them, and this run has "
         "another preset or other options. No node needs to have failed. To resume from memory, start with that preset. "
-        "To change the preset, resume with it and checkpoints, end all workers by SIGTERM, which writes a "
-        "checkpoint, and start with the new preset"
+        + _WAY.format("preset")
     )
 
 

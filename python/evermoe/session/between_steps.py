@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from evermoe.checkpoint import full_state
 from evermoe.comm.group import Group
+from evermoe.errors import UnsupportedState
 from evermoe.options import checked
 from evermoe.session.base_session import BaseSession
 from evermoe.session.evaluation_data import add_up, own_batches, sum_over
@@ -331,7 +332,13 @@ def prepare_export(session: BetweenSteps, *, is_complete: bool) -> int:
     Raises:
         RuntimeError: as of `check_trains`.
         UnequalForwards: a member has joined during the evaluation, and the export has a part of the model.
+        UnsupportedState: an island divides the model.
     """
+    if session._config.mesh is not None:
+        raise UnsupportedState(
+            "export of a session with a mesh: expected a session without one; session.full_state_dict() gives all of "
+            "the model, and `evermoe export` writes the folder from a checkpoint"
+        )
     _check_has_weights(session)
     return session._driver.evaluations.come_together(exports=is_complete)
 

@@ -57,6 +57,11 @@ class SessionConfig(Options):
                 f"the preset {name} makes no copies of it: use preset {fitting}, or shard_optimizer=False"
             )
 
+        if self.mesh is not None and choices.needs_checkpoint_dir:
+            raise ValueError(
+                f"preset {name} and mesh: its saves have parts of units, and shards of islands are saved complete; use "
+                "another preset, with checkpoints"
+            )
         if self.mesh is not None:
             for argument in ("shard_optimizer", "on_gradients"):
                 if getattr(self, argument):

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from evermoe._native import digest
-from evermoe.state.unit import TensorSpec, Unit
+from evermoe.state.unit import TensorSpec, Unit, complete_name
 
 
 class Part(Protocol):
@@ -43,12 +43,13 @@ class UnitCatalog:
     def __init__(self, units: Iterable[Unit], layout: str | None = None) -> None:
         self.units = tuple(units)
         self.by_name = {unit.name: unit for unit in self.units}
-        described = [
-            (unit.name, [(s.name, s.shape, str(s.dtype)) for s in unit.specs if not s.is_optional])
-            for unit in self.units
-        ]
-        self.layout = _digest_of(described) if layout is None else layout
-        """Digest of all units' names, shapes and types, without what only some presets add."""
+        self._complete = {unit.complete for unit in self.units}
+        self.layout = layout_of(self.units) if layout is None else layout
+        """Digest of all units; see `layout_of`. Where an island divides them, that of the complete ones."""
+
+    def is_divided_otherwise(self, name: str) -> bool:
+        """Return whether a unit that is none of these has tensors of one, as another mesh has divided them."""
+        return name not in self.by_name and complete_name(name) in self._complete
 
     def sizes(self) -> list[tuple[str, int]]:
         """Name and bytes of each unit."""
@@ -87,6 +88,14 @@ class UnitCatalog:
         layer, _, number = name.rpartition(".")
         place = (layer, int(number)) if name in experts else (None, None)
         return self.by_name.get(name) or Unit(name, (TensorSpec("all", (nbytes,), torch.uint8),), *place)
+
+
+def layout_of(units: Iterable[Unit]) -> str:
+    """Return the digest of units' names, shapes and types, without what only some presets add."""
+    described = [
+        (unit.name, [(s.name, s.shape, str(s.dtype)) for s in unit.specs if not s.is_optional]) for unit in units
+    ]
+    return _digest_of(described)
 
 
 def _digest_of(described: object) -> str:

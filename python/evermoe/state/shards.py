@@ -3,8 +3,8 @@
 An island is a group of processes that hold a model together, as FSDP2 and tensor parallelism divide it; each has a
 position in it. Processes of one position in different islands hold the same shards:
 
-    island a   position 0: block@0    position 1: block@1
-    island b   position 0: block@0    position 1: block@1
+    island a   position 0: block@0of2    position 1: block@1of2
+    island b   position 0: block@0of2    position 1: block@1of2
 
 The session steps plain parameters that share the memory of the local shards, never the DTensors: so any elementwise
 optimizer works, and a unit's bytes are those of its tensors. What is replicated inside an island is a unit without a
@@ -26,7 +26,8 @@ from evermoe.errors import UnsupportedState
 from evermoe.moe.experts import Experts
 from evermoe.moe.token_parts import DividedTokens
 from evermoe.optim.combined import each_of
-from evermoe.state.unit import Unit
+from evermoe.state.extent import Extent
+from evermoe.state.unit import Unit, shard_unit
 
 TENSOR_PARALLEL = "tp"
 """Name of a mesh's dimension along which processes have the same samples."""
@@ -78,6 +79,8 @@ class Shards:
         """The parts of parameters of which others have other parts."""
         self._position_of: dict[str, int] = {}
         self._divided_tokens: list[DividedTokens] = []
+        self._extents: dict[int, Extent] = {}
+        """By the identity of the parts, their places."""
 
     def local(self, tensor: Tensor) -> Tensor:
         """Return this process's part of a tensor of the model; a plain tensor as it is."""
@@ -93,11 +96,16 @@ class Shards:
         found: dict[str, dict[str, Tensor]] = {}
         for path, tensors in dense.items():
             for name, tensor in tensors.items():
-                unit = shard_unit(path, self.island.position) if is_divided(tensor) else path
-                local = self.local(tensor)
+                extent, local = extent_of(f"{path}.{name}", tensor), self.local(tensor)
+                unit = path if extent is None else shard_unit(path, self.island.position, self.island.size)
                 if local.numel():
                     found.setdefault(unit, {})[name] = local
+                    self._extents |= {} if extent is None else {id(local): extent}
         return found
+
+    def extent(self, tensor: Tensor) -> Extent | None:
+        """Return the place of a part, once `divide` has named it; None for any other tensor."""
+        return self._extents.get(id(tensor))
 
     def nbytes(self, parameter: Tensor) -> int:
         """Return the bytes of a parameter's parts at one position, on average: the same number on all members."""
@@ -114,7 +122,7 @@ class Shards:
         size, position = self.island.size, self.island.position
         own_by_name = {unit.name: unit for unit in own}
         said: list[Any] = [None] * size
-        mine = {path: own_by_name.get(shard_unit(path, position)) for path in paths}
+        mine = {path: own_by_name.get(shard_unit(path, position, size)) for path in paths}
         dist.all_gather_object(said, mine)
         found = []
         for path in mine:
@@ -201,9 +209,21 @@ def local_part(tensor: Any) -> Tensor:
     return tensor.detach().to_local() if is_dtensor(tensor) else tensor
 
 
-def shard_unit(path: str, position: int) -> str:
-    """Return the name of the unit with a module's shards at a position."""
-    return f"{path}@{position}"
+def extent_of(name: str, tensor: Any) -> Extent | None:
+    """Return the place of this process's part in a tensor; None if it has all of it.
+
+    Raises:
+        UnsupportedState: torch places the part elsewhere than its shape says.
+    """
+    if not is_divided(tensor):
+        return None
+    (chunk,) = tensor.__create_chunk_list__()  # what torch's distributed checkpoints go by
+    found = Extent.from_lists(tensor.shape, chunk.offsets, chunk.sizes)
+    if found.shape != (local := tuple(local_part(tensor).shape)):
+        raise UnsupportedState(
+            f"{name}: this process has a part of shape {local}, but torch expects {found.shape} of {found.full} here"
+        )
+    return found
 
 
 def _shard(name: str, dtensor: Any, island: Island, equal: int) -> Shard:
@@ -223,9 +243,17 @@ def sum_gradients_of(model: nn.Module) -> None:
 
     A module that is gathered, as after a forward without backward, is divided again.
     """
-    for module in model.modules():
-        if any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__):
-            fsdp: Any = module
-            fsdp.reshard()
-            fsdp.set_gradient_divide_factor(1.0)
-            fsdp.set_force_sum_reduction_for_comms(True)  # gloo has no sums of multiples
+    divide_again(model)
+    for module in _fsdp_modules(model):
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)  # gloo has no sums of multiples
+
+
+def divide_again(model: nn.Module) -> None:
+    """Let each module of FSDP2 have its DTensors as parameters, as forwards without backward leave gathered ones."""
+    for module in _fsdp_modules(model):
+        module.reshard()
+
+
+def _fsdp_modules(model: nn.Module) -> list[Any]:
+    return [m for m in model.modules() if any(kind.__name__ == "FSDPModule" for kind in type(m).__mro__)]

@@ -12,10 +12,11 @@ from torch import Tensor, nn
 
 from evermoe.errors import UnsupportedState
 from evermoe.moe.experts import Experts, expert_layers
-from evermoe.state.catalog import UnitCatalog
+from evermoe.state.catalog import UnitCatalog, layout_of
 from evermoe.state.deferred import Deferral
 from evermoe.state.expert_load import ExpertLoad
 from evermoe.state.late import LateState
+from evermoe.state.listed_units import list_dense, list_experts
 from evermoe.state.loop_state import LoopState
 from evermoe.state.optimizer_state import create_optimizer_state
 from evermoe.state.sharded import DenseOwners
@@ -27,7 +28,6 @@ from evermoe.state.unit import (
     MARKS,
     READERS,
     SESSION,
-    TensorSpec,
     Unit,
     dense_tensors,
     digests_of,
@@ -42,11 +42,6 @@ _NOTHING: Mapping[str, int] = MappingProxyType({})
 def _loop_tensors(loop: LoopState, load: ExpertLoad) -> dict[str, Tensor]:
     found = {"progress": loop.progress, "load": load.average, "tokens": load.tokens}
     return found | ({MARKS: load.marks.state} if load.marks.are_kept else {})
-
-
-def _is_state(name: str, tensor: Tensor) -> bool:
-    """Whether only an update needs a tensor of the optimizer. Averages of `EMA` are for evaluation, too."""
-    return tensor.dim() > 0 and not name.endswith("/ema")
 
 
 class TrainingState:
@@ -107,7 +102,7 @@ class TrainingState:
         self._dense = own | (dense if shards is None else shards.divide(dense))
         self.owners = DenseOwners(optimizer, self._dense, is_sharded=is_sharded)
         """Owners of the units that are no experts; none has one if all ranks hold them."""
-        self.catalog = UnitCatalog(_list_units(self, [*own, *dense]))
+        self.catalog = _list_units(self, own | dense)
         self.retained = RetainedUnits(self._memories.free_unused)
         """Units that a recovery has moved to other members; see `RetainedUnits`."""
         self.late = LateState(self._tensors, self.retained, self.devices)
@@ -345,34 +340,17 @@ class TrainingState:
             self.optimizer.state[new] = state
 
 
-def _list_units(state: TrainingState, paths: Iterable[str]) -> list[Unit]:
-    """The units of all positions and layers; `paths` are the modules, and the names of other units."""
-    shapes = state.deferral.shapes if state.deferral is not None else {}
-    units = []
-    for name, tensors in state._dense.items():
-        found = [
-            TensorSpec(
-                each,
-                shapes.get(id(tensor), tuple(tensor.shape)) if t.dim() else (),
-                t.dtype,
-                is_optional=(name, each) == (SESSION, MARKS),
-                is_state=each not in tensors and _is_state(each, t),
-                is_buffer=each in tensors and not isinstance(t, nn.Parameter),
-            )
-            for key, tensor in tensors.items()
-            for each, t in ({key: tensor} | state._optimizer_tensors(key, tensor)).items()
-        ]
-        units.append(Unit(name, tuple(found)))
-    units = units if state.shards is None else state.shards.spread(units, paths)
-    for path, layer in state.layers.items():
-        specs = tuple(
-            TensorSpec(
-                key,
-                tuple(t.shape[1:]) if t.dim() == 2 else tuple(t.shape),
-                t.dtype,
-                is_state=t is not layer.weights and _is_state(key, t),
-            )
-            for key, t in state._stacks(layer).items()
-        )
-        units += [Unit(expert_unit(path, e), specs, path, e) for e in range(layer.num_experts)]
-    return units
+def _list_units(state: TrainingState, dense: Mapping[str, Mapping[str, Tensor]]) -> UnitCatalog:
+    """The units of all positions and layers, with the layout of the model without islands.
+
+    Args:
+        state: with the tensors of this position.
+        dense: the loop's tensors and the model's own, DTensors among them, by unit and name.
+    """
+    shapes, shards = state.deferral.shapes if state.deferral is not None else {}, state.shards
+    experts = [unit for each in state.layers.items() for unit in list_experts(*each, state._stacks(each[1]))]
+    units = list_dense(state._dense, state._optimizer_tensors, shapes, shards)
+    if shards is None:
+        return UnitCatalog([*units, *experts])
+    complete = list_dense(dense, state._optimizer_tensors, shapes, shards)
+    return UnitCatalog([*shards.spread(units, dense), *experts], layout_of([*complete, *experts]))

@@ -1,13 +1,15 @@
 """A model and its optimizer as units: the smallest things that are copied, fetched, saved or moved.
 
 A unit is one expert of one MoE layer, one other module with parameters or buffers of its own, or one of `LOOP_UNITS`
-(the state of the training loop). Its bytes are its pieces one after the other: weights, then the optimizer's state.
-Every rank computes the same list of units, in the same order, whatever it holds.
+(the state of the training loop). In an island, the shards of a module are units of their own, `path@POSITIONofSIZE`.
+The bytes of a unit are its pieces one after the other: weights, then the optimizer's state. Every rank computes the
+same list of units, in the same order, whatever it holds.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -18,6 +20,7 @@ from evermoe._native import digests
 from evermoe.moe.experts import expert_layers
 from evermoe.moe.module_paths import named_parts
 from evermoe.planning.holders import primaries
+from evermoe.state.extent import Extent
 from evermoe.state.gpu_digests import bytes_of, gpu_digests
 
 SESSION = "session"
@@ -28,6 +31,8 @@ LOOP_UNITS = (SESSION, READERS)
 """Units that are no part of the model. Their tensors are on the CPU wherever the model is."""
 MARKS = "marks"
 """Its tensor that only presets have which always may lose tokens; see `evermoe.state.copy_marks`."""
+_SHARD = re.compile(r"^(.+)@\d+of\d+\Z", re.DOTALL)
+"""Name of a shard."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +44,8 @@ class TensorSpec:
     dtype: torch.dtype
     is_optional: bool = False
     """Whether only some presets have it: it is no part of the layout, and a save without it is read as zeros."""
+    extent: Extent | None = None
+    """Of a tensor that an island divides, the place of this part; None for a complete tensor."""
     is_state: bool = field(default=False, compare=False)
     """Whether only an update needs it: it is the optimizer's, and more than a number."""
     is_buffer: bool = field(default=False, compare=False)
@@ -58,6 +65,11 @@ class Unit:
     specs: tuple[TensorSpec, ...]
     layer: str | None = None
     expert: int | None = None
+
+    @property
+    def complete(self) -> str:
+        """Name of the unit of which this one is a shard; the own name of one that is complete."""
+        return complete_name(self.name) if any(spec.extent is not None for spec in self.specs) else self.name
 
     @property
     def nbytes(self) -> int:
@@ -125,6 +137,17 @@ def _views(specs: Iterable[TensorSpec], data: Tensor) -> dict[str, Tensor]:
 def expert_unit(layer: str, expert: int) -> str:
     """The unit's name of one of the experts at module path `layer`."""
     return f"{layer or 'experts'}.{expert}"
+
+
+def shard_unit(path: str, position: int, size: int) -> str:
+    """Return the name of the unit with the shards of the module at `path` at one position of an island."""
+    return f"{path}@{position}of{size}"
+
+
+def complete_name(unit: str) -> str:
+    """Return the name of the complete unit of a shard; the name itself of any other unit."""
+    found = _SHARD.match(unit)
+    return unit if found is None else found[1]
 
 
 def digests_of(units: Sequence[Sequence[Tensor]]) -> list[int]:

@@ -8,10 +8,12 @@ import pytest
 from evermoe.checkpoint.manifest import Part, Row, manifest_text, parsed
 from evermoe.checkpoint.manifest_json import _checksum
 from evermoe.errors import CorruptCopy
+from evermoe.state.extent import Extent
 
 PATH = Path("run/step-00000007")
 VERSION = 3 << 40 | 7
 NAMES = ["weight", "weight/exp_avg"]
+SHARD = Row("head@1of2", "units-1.safetensors", 8, NAMES, extents={"weight": Extent((5, 4), (3, 0), (2, 4))})
 ROWS = [
     Row("dense", "units-0.safetensors", 0x0123_4567_89AB_CDEF, NAMES),
     Row("moe.experts.\u00fc/0", "units-0.safetensors", 7, NAMES),
@@ -46,8 +48,9 @@ def sealed(start, end):
         ([ROWS[0], ROWS[1]._replace(origin="step-00000003.0000000002-7f01")], 3),
         ([*ROWS, ROWS[1]._replace(version=2 << 40 | 5, origin="save-00000005")], 5),
         ([ROWS[0], *(ROWS[1]._replace(part=Part(*part)) for part in ((64, 100, 100), (0, 64, 100)))], 5),
+        ([ROWS[0], SHARD, ROWS[1]._replace(version=2 << 40 | 5, origin="save-00000005")], 6),
     ],
-    ids=["units of one version", "files of other checkpoints", "several versions", "parts"],
+    ids=["units of one version", "files of other checkpoints", "several versions", "parts", "shards"],
 )
 def test_a_manifest_is_read_as_it_was_written(rows, kind):
     written = text(rows)
@@ -146,6 +149,22 @@ def test_other_texts_are_refused(content):
         ([ROWS[0]._replace(part=Part(*part)) for part in ((0, 64, 100), (65, 100, 100))], "parts that make up all"),
         ([ROWS[0]._replace(part=Part(*part)) for part in ((0, 64, 100), (64, 101, 101))], "parts that make up all"),
         ([ROWS[0]._replace(part=Part(0, 64, 100)), ROWS[0]], "occurs twice"),
+        ([SHARD._replace(unit="head")], "expected a complete shard, NAME@POSITIONofSIZE"),
+        ([SHARD._replace(unit="@1of2")], "expected a complete shard"),
+        ([SHARD._replace(part=Part(0, 100, 100))], "expected a complete shard"),
+        ([SHARD._replace(tensors=["bias"])], "expected a complete shard"),
+        *(
+            ([SHARD._replace(extents=extents)], "extents: expected by tensor, the shape of the complete one")
+            for extents in (
+                {},
+                {"weight": ((5, 4), (4, 0), (2, 4))},
+                {"weight": ((5, 4), (3, 0), (2, 0))},
+                {"weight": ((5, 4), (3,), (2, 4))},
+                {"weight": ((5, 4), (-1, 0), (2, 4))},
+                {"weight": ((), (), ())},
+                {"weight": ((5, 4), (3, 0))},
+            )
+        ),
         (
             [ROWS[0]._replace(part=Part(0, 64, 100)), ROWS[0]._replace(part=Part(64, 100, 100), digest=8)],
             "its parts have different digests or tensors",

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -63,6 +64,8 @@ def divide(model: nn.Module, island: dict[str, Any], record: Recorder) -> Device
     if "cp" in sizes:
         length, place = 8 // sizes["cp"], mesh.get_local_rank("cp")
         model.register_forward_pre_hook(lambda _, args: (args[0][:, length * place : length * (place + 1) + 1],))
+    if island["dcp"]:
+        dcp.load(model.state_dict(), checkpoint_id=island["dcp"])
     return mesh
 
 
@@ -71,8 +74,13 @@ def _in_backward(output: Tensor, record: Recorder) -> None:
         output.register_hook(lambda _: record.fault("backward", record.computing))
 
 
-def start_island(job: Job, name: str, *faults: tuple[int, Fault], way: str = "fsdp", **options: Any) -> list[Worker]:
-    """The processes of an island, each a worker `name` with its position; each fault is of one position."""
+def start_island(
+    job: Job, name: str, *faults: tuple[int, Fault], way: str = "fsdp", dcp: str = "", **options: Any
+) -> list[Worker]:
+    """The processes of an island, each a worker `name` with its position; each fault is of one position.
+
+    They first load the model's state from the folder `dcp`, of torch's distributed checkpoints, if there is one.
+    """
     store = Path(job.folder) / f"store-{name}-{uuid.uuid4().hex[:8]}"
     session = {"node": f"node-{name}"} | options.pop("session", {})
     return [
@@ -84,6 +92,7 @@ def start_island(job: Job, name: str, *faults: tuple[int, Fault], way: str = "fs
                 "store": str(store),
                 "position": position,
                 "way": way,
+                "dcp": dcp,
                 "is_copy": position % (WAYS[way].get("tp", 1) * WAYS[way].get("cp", 1)) > 0,
             },
             **options,

@@ -28,7 +28,6 @@ from evermoe.events import Event
 from evermoe.optim.combined import as_one
 from evermoe.profile import Profiler, memory
 from evermoe.session import buckets, call_checks
-from evermoe.state.unit import weight_tensors
 from support.flat_options import grouped
 from support.optimizers import make_optimizer, make_scheduler
 
@@ -129,6 +128,8 @@ class Options:
     """Variables that it has besides the tests' own."""
     island: dict[str, Any] | None = None
     """Its island: see `support.islands`."""
+    digests: bool = False
+    """Records the digests of its units before each step."""
     network: dict[str, str] | None = None
     """The host that it runs on, if not the tests' own: see `support.hosts`."""
 
@@ -373,23 +374,6 @@ def write_traces(options: Options, session: evermoe.Session, profiler: Profiler)
     )
 
 
-def write_whole(options: Options, session: evermoe.Session, record: Recorder) -> None:
-    """Write the complete model: what it gets as a file, the model's folder, and that of transformers."""
-    place = Path(options.folder) / options.full[session.step]
-    before, session.group.on_begin = session.group.on_begin, lambda name, _: record.fault(f"full {name}", session.step)
-    with session.evaluation():
-        torch.save(weight_tensors(session.model), place.with_suffix(f".{session.group.rank}.held"))
-        state = session.full_state_dict()
-        torch.save(state, place.with_suffix(f".{session.group.rank}.pt"))
-        session.full_state_dict(place)
-        if options.model or options.hub:
-            from evermoe.integrations.transformers import export  # takes seconds to import
-
-            export(session, session.model.model, place.with_suffix(".hub"))  # type: ignore[arg-type]
-        record.write("full", step=session.step)
-    session.group.on_begin = before
-
-
 def train(options: Options) -> None:
     if options.call_share is not None:
         call_checks.SHARE = options.call_share
@@ -452,7 +436,8 @@ def _train(options: Options, record: Recorder) -> None:
         if step.number == 0:
             record.watch()
         generation, indices = session.generation, step.indices.tolist() if step.weight and not is_copy else []
-        record.write("share", step=step.number, generation=generation, indices=indices, rank=session.group.rank)
+        state = {"rank": session.group.rank} | (record._state() if options.digests else {})
+        record.write("share", step=step.number, generation=generation, indices=indices, **state)
         record.computing = step.number
         with step:
             for part in step.micro_batches(options.parts):
@@ -464,7 +449,7 @@ def _train(options: Options, record: Recorder) -> None:
                 record.fault("forward", step.number)
                 step.backward(poisoned(loss, model, options.poison.get(step.number)))
         if step.committed and session.step in options.full:
-            write_whole(options, session, record)
+            importlib.import_module("support.complete_model").write_complete(options, session, record)
         time.sleep(options.late)
         pacing = session._protection.window_planner
         record.write(
