@@ -24,8 +24,8 @@ WAYS: dict[str, dict[str, int]] = {
     "fsdp": {"dp": 2},
     "fsdp of three": {"dp": 3},
     "hsdp": {"dp_replicate": 2, "dp_shard": 2},
-    "tp": {"tp": 2},
     "fsdp and tp": {"dp": 2, "tp": 2},
+    "tp": {"tp": 2},
     "cp": {"cp": 2},
     "one process": {"dp": 1},
 }

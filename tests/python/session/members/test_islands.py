@@ -28,6 +28,7 @@ def alone(start_job):
 
 
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.few(3)
 def test_losses_are_those_of_one_process(start_job, alone, way):
     job = start_job(2 * size_of(way), max_grad_norm=CLIP)
     workers = [each for name in "ab" for each in start_island(job, name, way=way)]
@@ -38,6 +39,7 @@ def test_losses_are_those_of_one_process(start_job, alone, way):
 
 @pytest.mark.parametrize("way", ["fsdp", "tp"])
 @pytest.mark.parametrize("point", POINTS)
+@pytest.mark.few(3)
 def test_an_island_is_lost(start_job, alone, way, point):
     job = start_job(4, max_grad_norm=CLIP)
     fault = Fault(point, step=DIES_IN)
@@ -49,6 +51,7 @@ def test_an_island_is_lost(start_job, alone, way, point):
 
 
 @pytest.mark.parametrize("point", POINTS)
+@pytest.mark.few(2)
 @pytest.mark.quick("one process of an island dies")
 def test_a_process_of_an_island_is_lost(start_job, alone, point):
     job = start_job(4, max_grad_norm=CLIP)
