@@ -32,6 +32,9 @@ impl Model for Job {
             Property::always("a majority finishes", |job: &Job, world: &World| {
                 !is_sampled(world) || !world.can_continue() || world.finishes(&job.0)
             }),
+            Property::sometimes("newcomers get in", |job: &Job, world: &World| {
+                job.0.joiners == 0 || world.nodes.iter().all(|node| node.protocol.is_established())
+            }),
             Property::sometimes("the job is finished", |job: &Job, world: &World| {
                 world.is_finished() && world.committed_steps() == job.0.steps
             }),
@@ -51,6 +54,7 @@ fn is_sampled(world: &World) -> bool {
 fn setting(members: usize, steps: u64, faults: u8, keeper: Keeper) -> Setting {
     Setting {
         members,
+        island_size: None,
         joiners: 0,
         steps,
         faults,
@@ -198,6 +202,61 @@ fn three_members_to_two_versions() {
     }
 }
 
+/// Two islands of two processes each, or three islands of one.
+fn islands(size: usize, members: usize, steps: u64, faults: u8, keeper: Keeper) -> Setting {
+    Setting { island_size: Some(size), ..setting(members, steps, faults, keeper) }
+}
+
+#[test]
+fn two_islands_of_two() {
+    for keeper in KEEPERS {
+        explore(&islands(2, 4, 1, 1, keeper));
+    }
+}
+
+#[test]
+fn an_island_and_another_that_starts_later() {
+    for keeper in KEEPERS {
+        explore(&Setting { joiners: 2, inquiries: 1, ..islands(2, 2, 1, 0, keeper) });
+    }
+}
+
+/// Everything within these bounds; in `make test-long`.
+#[test]
+#[ignore = "takes minutes and gigabytes"]
+fn two_islands_of_two_that_inquire_or_do_not_reach_each_other() {
+    for keeper in KEEPERS {
+        explore(&Setting { inquiries: 1, ..islands(2, 4, 1, 1, keeper) });
+        explore(&Setting { cuts: 1, ..islands(2, 4, 1, 0, keeper) });
+    }
+}
+
+/// Random runs of two islands with two faults.
+#[test]
+fn two_islands_at_random() {
+    for keeper in KEEPERS {
+        let more = Setting { inquiries: 4, silences: 1, cuts: 1, ..islands(2, 4, 2, 2, keeper) };
+        walk_in(&more, 3, 1);
+    }
+}
+
+#[test]
+#[ignore = "takes half a minute"]
+fn islands_that_are_not_reported_are_found() {
+    let more = islands(2, 4, 1, 1, Keeper::Replicas);
+    let checker =
+        plant(Mistake::HalfIslands, more).threads(2).timeout(Duration::from_secs(300)).spawn_dfs().join();
+    report(Mistake::HalfIslands, Keeper::Replicas, &checker);
+}
+
+#[test]
+fn islands_of_one_and_one_island_of_three() {
+    for keeper in KEEPERS {
+        explore(&islands(1, 3, 1, 1, keeper));
+        explore(&islands(3, 3, 1, 1, keeper));
+    }
+}
+
 /// Random runs of three members with two faults and a newcomer, or two Lighthouses; `make test-long` makes many more.
 fn walk(seconds: u64, seed: u64) {
     for (keeper, lighthouses) in KEEPERS.into_iter().flat_map(|keeper| [(keeper, 1), (keeper, 2)]) {
@@ -205,13 +264,16 @@ fn walk(seconds: u64, seed: u64) {
             1 => Setting { joiners: 1, inquiries: 4, silences: 1, ..setting(3, 2, 2, keeper) },
             _ => Setting { lighthouses, moves: 6, inquiries: 2, silences: 3, ..setting(3, 2, 2, keeper) },
         };
-        let setting = Setting { leaves: 1, cuts: 1, ..more };
-        let checker = Job(setting.clone()).checker().timeout(Duration::from_secs(seconds));
-        let checker = checker.spawn_simulation(seed, UniformChooser).join();
-        println!("{setting:?}: {} states in random runs from seed {seed}", checker.state_count());
-        if let Some((rule, path)) = broken(&checker) {
-            panic!("{setting:?}, seed {seed}: {rule} after {path:?}");
-        }
+        walk_in(&Setting { leaves: 1, cuts: 1, ..more }, seconds, seed);
+    }
+}
+
+fn walk_in(setting: &Setting, seconds: u64, seed: u64) {
+    let checker = Job(setting.clone()).checker().timeout(Duration::from_secs(seconds));
+    let checker = checker.spawn_simulation(seed, UniformChooser).join();
+    println!("{setting:?}: {} states in random runs from seed {seed}", checker.state_count());
+    if let Some((rule, path)) = broken(&checker) {
+        panic!("{setting:?}, seed {seed}: {rule} after {path:?}");
     }
 }
 

@@ -178,7 +178,7 @@ fn at_the_end(participants: &[Participant]) -> Option<BTreeSet<String>> {
 ///
 /// That member may be dead. If so, the others do not reach it, and nobody may withdraw in its favour. If not, it will
 /// ask again.
-fn is_outdated(participant: &Participant, participants: &[Participant]) -> bool {
+pub(super) fn is_outdated(participant: &Participant, participants: &[Participant]) -> bool {
     let standing = &participant.standing;
     let has_left = |other: &Participant| {
         other.waits

@@ -29,6 +29,17 @@ pub fn without_incomplete_islands(participants: &[Participant]) -> Vec<Participa
     participants.iter().filter(counts).cloned().collect()
 }
 
+/// Whether nothing may happen in a set, as members that it leaves out may continue elsewhere: one trains, or only they have
+/// state of the job. The others must not begin the job again.
+pub(super) fn may_run_elsewhere(participants: &[Participant]) -> bool {
+    let islands = by_name(participants);
+    let is_left_out =
+        |each: &Participant| each.island.as_ref().is_some_and(|own| !is_complete(&islands[&*own.name]));
+    let (left_out, complete): (Vec<_>, Vec<_>) = participants.iter().partition(|each| is_left_out(each));
+    let has_state = |members: &[&Participant]| members.iter().any(|each| each.standing.established);
+    left_out.iter().any(|each| !each.waits) || (has_state(&left_out) && !has_state(&complete))
+}
+
 /// Number of positions that are present of a member's island, and its size; none if the member has no island, or if the
 /// island is complete.
 pub(super) fn incomplete(participants: &[Participant], id: &str) -> Option<(usize, usize)> {

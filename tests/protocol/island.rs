@@ -89,6 +89,20 @@ fn a_newcomer_waits_for_its_island_and_vouches_for_no_set_without_it() {
     assert!(matches!(&commands[..], [Command::Connect { members, .. }] if members == &["a", "b"]));
 }
 
+/// A member of another island trains, or only it has state of the job: the Lighthouse did not name the rest of its island.
+#[test]
+fn newcomers_do_not_begin_a_job_that_runs_elsewhere() {
+    for waits in [false, true] {
+        let (mut member, told) = newcomer();
+        let c = Participant { waits, ..in_island("c", standing(true, 2)) };
+        let commands = member.handle(quorum(2, [islanders("ab", &told), vec![c]].concat())).unwrap();
+        assert_eq!(commands, [Command::Wait(Wait::Training)]);
+        assert_eq!(asked(&member.handle(Event::Waited).unwrap()).named, [(2, 2)]);
+        let commands = member.handle(quorum(3, islanders("ab", &told))).unwrap();
+        assert!(matches!(&commands[..], [Command::Connect { members, .. }] if members == &["a", "b"]));
+    }
+}
+
 #[test]
 fn a_new_job_counts_complete_islands_alone() {
     let mut member = Protocol::new(Settings { members: 4, ..settings() });
@@ -122,6 +136,16 @@ fn an_island_gives_its_absent_processes_time() {
     assert_eq!(commands, [Command::Wait(Wait::Absent)]);
     assert_eq!(asked(&member.handle(Event::Waited).unwrap()).named, []);
     assert!(matches!(member.handle(quorum(3, patient("abcd"))).unwrap()[..], [Command::Connect { .. }]));
+}
+
+/// "c" asked in the background, and died. For its sake the Lighthouse did not wait for "b".
+#[test]
+fn an_island_does_not_end_while_reports_are_outdated() {
+    let (mut member, told) = lost();
+    let c = in_island("c", Standing { epoch: Some(7), ..told.clone() });
+    let set = [islanders("ad", &told), vec![Participant { waits: false, ..c }]].concat();
+    assert_eq!(member.handle(quorum(2, set)).unwrap(), [Command::Wait(Wait::Unheard)]);
+    assert_eq!(asked(&member.handle(Event::Waited).unwrap()).named, []);
 }
 
 /// "a" was named in the set 2 with "c" and "d", whose island continued in it.

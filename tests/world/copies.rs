@@ -96,15 +96,23 @@ pub(crate) fn expand(holdings: &Holdings, units: usize) -> Vec<Holding> {
     found
 }
 
-/// Units that rank `rank` of `size` trains: unit u is on rank u mod size, the last unit on all.
-pub(crate) fn trained(rank: usize, size: usize, units: usize) -> u8 {
-    let experts: u8 = (0..units - 1).filter(|unit| unit % size == rank).map(|unit| 1 << unit).sum();
-    experts | 1 << (units - 1)
+/// Units that rank `rank` of `size` trains: expert u is on rank u mod size. The last units are the shards of the rest of
+/// the model, one for each position in an island.
+pub(crate) fn trained(rank: usize, size: usize, units: usize, island: usize) -> u8 {
+    let experts = units - island;
+    let own: u8 = (0..experts).filter(|unit| unit % size == rank).map(|unit| 1 << unit).sum();
+    own | 1 << (experts + rank % island)
 }
 
-/// Units of which rank `rank` of `size` keeps copies for others: those that only the previous rank trains.
-pub(crate) fn kept(rank: usize, size: usize, units: usize) -> u8 {
-    if size == 1 { 0 } else { trained((rank + size - 1) % size, size, units) & !(1 << (units - 1)) }
+/// The rank whose units rank `rank` of `size` keeps copies of: the one of its position in the previous island.
+pub(crate) fn previous(rank: usize, size: usize, island: usize) -> usize {
+    (rank + size - island) % size
+}
+
+/// Units of which rank `rank` of `size` keeps copies for others: those that only one rank of the previous island trains.
+pub(crate) fn kept(rank: usize, size: usize, units: usize, island: usize) -> u8 {
+    let experts = (1 << (units - island)) - 1;
+    if size == island { 0 } else { trained(previous(rank, size, island), size, units, island) & experts }
 }
 
 /// Copies, by units: the newest last, at most two.

@@ -1,7 +1,8 @@
 //! Lighthouses: questions, the sets that may be named, and delivery of answers.
 
+use super::node::name;
 use super::{Action, Life, Mistake, Node, Setting, Task, World};
-use evermoe::protocol::{Event, Participant};
+use evermoe::protocol::{Event, Participant, Standing};
 use std::collections::BTreeMap;
 
 /// torchft's Lighthouse: it answers waiting members when all healthy members ask, or after some time when most do.
@@ -72,6 +73,29 @@ impl World {
                 node.task = Task::Answered { id, participants: participants.clone() };
             }
         }
+    }
+
+    pub(super) fn ask_lighthouse(
+        &mut self,
+        number: usize,
+        standing: Standing,
+        waits: bool,
+        setting: &Setting,
+    ) {
+        let unreachable =
+            (0..self.nodes.len()).filter(|&other| self.are_cut(number, other)).map(name).collect();
+        let node = &self.nodes[number];
+        let participant = Participant {
+            id: name(number),
+            rank_key: String::new(),
+            island: setting.island_of(number),
+            trains: true,
+            waits,
+            is_patient: node.is_patient,
+            unreachable,
+            standing,
+        };
+        self.lighthouses[node.lighthouse].asking.insert(number, participant);
     }
 
     pub(super) fn deliver(&mut self, number: usize, setting: &Setting) {

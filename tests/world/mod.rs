@@ -6,13 +6,16 @@
 
 mod copies;
 mod group;
+mod islands;
 mod lighthouse;
 mod node;
 mod pace;
 mod planned;
+mod promise;
 
 pub(crate) use copies::{Content, Keeper};
 pub(crate) use node::{Life, Node, Task};
+pub(crate) use promise::Promise;
 
 use evermoe::protocol::{Event, step_of};
 use group::Groups;
@@ -24,6 +27,8 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 pub(crate) struct Setting {
     /// Members that start the job.
     pub members: usize,
+    /// Number of processes in each island; none if there are no islands.
+    pub island_size: Option<usize>,
     /// Processes that may join later.
     pub joiners: usize,
     /// Number of steps of the job.
@@ -67,6 +72,8 @@ pub(crate) enum Mistake {
     GivenUpEarly,
     /// Steps count as committed before the copies that take several steps are complete.
     LagForgotten,
+    /// Members do not report their islands.
+    HalfIslands,
     /// A leaver counts as any other member while it is unknown whether it has left.
     LeaverCounts,
 }
@@ -92,27 +99,6 @@ pub(crate) struct World {
     pub promise: Promise,
     /// The first rule that was broken.
     pub broken: Option<&'static str>,
-}
-
-/// The promise of the preset, and what has happened since.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
-pub(crate) struct Promise {
-    /// Members of the group whose copies were last complete.
-    pub members: Vec<usize>,
-    pub generation: u64,
-    /// Number of these members that are gone or out of reach.
-    pub lost: usize,
-    /// Whether a member has left because all steps are done.
-    pub(crate) is_over: bool,
-    /// The longest state that was reported as committed.
-    pub committed: Content,
-}
-
-impl Promise {
-    /// Whether fewer nodes were lost than there are copies.
-    pub(crate) fn holds(&self) -> bool {
-        self.lost <= usize::from(self.members.len() > 1)
-    }
 }
 
 impl Action {
@@ -184,7 +170,7 @@ impl World {
             cuts: BTreeSet::new(),
             has_come_in_vain: false,
             given: BTreeMap::new(),
-            promise: Promise::default(),
+            promise: Promise { island: setting.island(), ..Promise::default() },
             broken: None,
         };
         for number in 0..setting.members {
@@ -324,8 +310,10 @@ impl World {
                 world.cuts_left -= 1;
                 world.cuts.insert((one, other));
                 // One of them withdraws, with all its state.
-                let members = &world.promise.members;
-                world.promise.lost += usize::from(members.contains(&one) || members.contains(&other));
+                for number in [one, other] {
+                    world.nodes[number].was_away = true;
+                }
+                world.count_loss(if world.promise.members.contains(&one) { one } else { other });
             }
             Action::Heal(one, other) => {
                 world.cuts.remove(&(one, other));
@@ -383,22 +371,7 @@ impl World {
         self.faults_left -= 1;
         self.count_loss(number);
         self.nodes[number].life = Life::Frozen;
-    }
-
-    pub(crate) fn count_loss(&mut self, number: usize) {
-        self.promise.lost += usize::from(self.promise.members.contains(&number));
-    }
-
-    /// Whether the job can continue: a step was committed, more than half of the members whose copies were last
-    /// complete remain and can reach each other, and nothing that was promised to them is lost.
-    pub(crate) fn can_continue(&self) -> bool {
-        let members = &self.promise.members;
-        let is_up = |number: usize| self.nodes[number].life == Life::Up && !self.nodes[number].leaves;
-        let in_reach = |number: usize| {
-            members.iter().filter(|&&other| is_up(other) && !self.are_cut(number, other)).count()
-        };
-        let is_most = members.iter().any(|&number| is_up(number) && 2 * in_reach(number) > members.len());
-        self.promise.holds() && self.committed_steps() > 0 && is_most
+        self.nodes[number].was_away = true;
     }
 
     /// Whether the job finishes if nothing else fails and all members get their turn.

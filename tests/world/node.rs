@@ -1,6 +1,6 @@
 //! One member: the product's protocol, with a driver as thin as the product's.
 
-use super::copies::{Content, Copies, Holdings, Keeper, Snapshot, expand, kept, trained};
+use super::copies::{Content, Copies, Holdings, Keeper, Snapshot, expand, kept, previous, trained};
 use super::group::Part;
 use super::pace::Pace;
 use super::planned::Planned;
@@ -55,6 +55,8 @@ pub(crate) struct Node {
     pub lighthouse: usize,
     /// Whether it has finished the job.
     pub is_done: bool,
+    /// Whether it was frozen or out of reach.
+    pub was_away: bool,
     /// Whether it waits for a majority.
     pub is_minority: bool,
     pub is_patient: bool,
@@ -103,12 +105,13 @@ impl Node {
             task: Task::Idle,
             lighthouse: 0,
             is_done: false,
+            was_away: false,
             is_minority: false,
             is_patient: false,
             has_paused: false,
             content: Content::default(),
             unreported: 0,
-            active: (1 << (setting.members + 1)) - 1,
+            active: u8::try_from((1_u32 << units(setting)) - 1).expect("a few units"),
             late: 0,
             copies: Copies::default(),
             group: None,
@@ -159,11 +162,11 @@ impl World {
     fn execute(&mut self, number: usize, command: Command, setting: &Setting) {
         match command {
             Command::Drop { .. } => self.drop_group(number),
-            Command::Ask { standing, is_intact } => self.ask(number, standing, is_intact),
+            Command::Ask { standing, is_intact } => self.ask(number, standing, is_intact, setting),
             Command::Inquire { standing } => {
                 if self.inquiries_left > 0 {
                     self.inquiries_left -= 1;
-                    self.ask_lighthouse(number, standing, false);
+                    self.ask_lighthouse(number, standing, false, setting);
                 }
             }
             Command::Compare { set } => self.enter_now(number, Part::Compare(set)),
@@ -175,7 +178,9 @@ impl World {
             Command::Connect { epoch, members, .. } => {
                 self.nodes[number].is_minority = false;
                 self.drop_group(number);
-                let members = members.iter().map(|name| usize::from(name.as_bytes()[0] - b'a')).collect();
+                let members: Vec<usize> =
+                    members.iter().map(|name| usize::from(name.as_bytes()[0] - b'a')).collect();
+                self.check_islands(&members, setting);
                 self.nodes[number].group = Some(epoch);
                 self.enter(number, members, Part::Connect);
             }
@@ -213,11 +218,12 @@ impl World {
             }
             Command::Close { standing } => {
                 if let Some(standing) = standing {
-                    self.ask_lighthouse(number, standing, false);
+                    self.ask_lighthouse(number, standing, false, setting);
                 }
                 self.promise.is_over = true;
                 self.end(number);
             }
+            Command::Stop(Stop::IslandLost { .. }) => self.lose_island(number),
             Command::Stop(_) => self.end(number),
             Command::Leave => {
                 self.count_loss(number);
@@ -234,28 +240,11 @@ impl World {
         }
     }
 
-    fn ask(&mut self, number: usize, standing: Standing, is_intact: bool) {
+    fn ask(&mut self, number: usize, standing: Standing, is_intact: bool, setting: &Setting) {
         let node = &mut self.nodes[number];
         node.is_patient &= is_intact;
         node.task = Task::Asking;
-        self.ask_lighthouse(number, standing, true);
-    }
-
-    fn ask_lighthouse(&mut self, number: usize, standing: Standing, waits: bool) {
-        let unreachable =
-            (0..self.nodes.len()).filter(|&other| self.are_cut(number, other)).map(name).collect();
-        let (id, rank_key, is_patient) = (name(number), String::new(), self.nodes[number].is_patient);
-        let participant = Participant {
-            id,
-            rank_key,
-            island: None,
-            trains: true,
-            waits,
-            is_patient,
-            unreachable,
-            standing,
-        };
-        self.lighthouses[self.nodes[number].lighthouse].asking.insert(number, participant);
+        self.ask_lighthouse(number, standing, true, setting);
     }
 
     fn copy(&mut self, number: usize, is_last: bool) {
@@ -275,7 +264,7 @@ impl World {
         self.nodes[number].task = Task::Collective { epoch };
     }
 
-    fn end(&mut self, number: usize) {
+    pub(crate) fn end(&mut self, number: usize) {
         self.drop_group(number);
         self.lighthouses.iter_mut().for_each(|lighthouse| _ = lighthouse.asking.remove(&number));
         self.groups.leave_all(number);
@@ -289,7 +278,8 @@ impl World {
     pub(crate) fn copies_are_complete(&self, number: usize, keeper: Keeper) -> bool {
         let Task::Copying { epoch, .. } = self.nodes[number].task else { return false };
         let group = self.groups.get(epoch);
-        let before = group.members[(group.rank(number) + group.members.len() - 1) % group.members.len()];
+        let rank = previous(group.rank(number), group.members.len(), self.promise.island);
+        let before = group.members[rank];
         let is_state_late = self.nodes[number].late | self.nodes[before].late != 0;
         if is_state_late && self.groups.can_fail(epoch, number, &self.nodes) {
             return false;
@@ -324,7 +314,7 @@ impl World {
             };
             if let Some((version, content)) = complete {
                 node.copies.push(node.active, version, content, 2);
-                node.copies.push(kept(rank, size, units(setting)), version, content, 2);
+                node.copies.push(kept(rank, size, units(setting), setting.island()), version, content, 2);
             }
         }
         if is_last {
@@ -445,7 +435,8 @@ impl World {
             holdings.push(expand(held, count));
         }
         let size = holdings.len();
-        let needs: Vec<Vec<usize>> = (0..size).map(|rank| bits(trained(rank, size, count))).collect();
+        let needs: Vec<Vec<usize>> =
+            (0..size).map(|rank| bits(trained(rank, size, count, setting.island()))).collect();
         let holdings = usable(&known, holdings);
         let plan = plan(&vec![1; count], &holdings, &needs).expect("a plan");
         let Some(version) = plan.version else {
@@ -472,7 +463,7 @@ impl World {
     fn adopt(&mut self, number: usize, setting: &Setting) {
         let epoch = self.nodes[number].group.expect("in a group");
         let group = self.groups.get(epoch);
-        let active = trained(group.rank(number), group.members.len(), units(setting));
+        let active = trained(group.rank(number), group.members.len(), units(setting), setting.island());
         let (version, content) = self.nodes[number].target.take().expect("there is a plan");
         let node = &mut self.nodes[number];
         let had = if node.protocol.version() == version { node.active & !node.late } else { 0 };
@@ -487,9 +478,9 @@ impl World {
     }
 }
 
-/// Experts, one for each initial member, and the rest of the model.
+/// Experts, one for each initial member, and the shards of the rest of the model.
 pub(crate) fn units(setting: &Setting) -> usize {
-    setting.members + 1
+    setting.members + setting.island()
 }
 
 fn bits(units: u8) -> Vec<usize> {

@@ -1,6 +1,6 @@
 //! Copies after a recovery: complete before training resumes, or made during the next step and complete with its vote.
 
-use super::copies::{Content, Snapshot, kept};
+use super::copies::{Content, Snapshot, kept, previous};
 use super::group::Part;
 use super::node::{Life, units};
 use super::pace::Pace;
@@ -24,7 +24,9 @@ impl World {
         let group = self.groups.get(epoch).clone();
         let (rank, size) = (group.rank(number), group.members.len());
         let Part::Copies { snapshot: own, waits } = parts[rank] else { unreachable!("of one kind") };
-        let Part::Copies { snapshot: neighbour, waits: other } = parts[(rank + size - 1) % size] else {
+        let Part::Copies { snapshot: neighbour, waits: other } =
+            parts[previous(rank, size, setting.island())]
+        else {
             unreachable!("of one kind")
         };
         if own.version != neighbour.version || waits != other {
@@ -95,7 +97,8 @@ impl World {
             self.promise.committed = self.promise.committed.common(content);
         }
         let is_gone = |&&number: &&usize| self.nodes[number].life != Life::Up;
-        self.promise.lost = members.iter().filter(is_gone).count();
+        let size = self.promise.island;
+        self.promise.lost = members.iter().filter(is_gone).map(|number| number / size).collect();
         self.promise.members = members;
         self.promise.generation = generation;
     }
@@ -105,6 +108,6 @@ impl Planned {
     /// Units that the member keeps for others.
     fn kept(&self, number: usize, setting: &Setting) -> u8 {
         let rank = self.members.iter().position(|&member| member == number).expect("it is of the group");
-        kept(rank, self.members.len(), units(setting))
+        kept(rank, self.members.len(), units(setting), setting.island())
     }
 }

@@ -1,10 +1,12 @@
 //! Membership: when a member asks the Lighthouse, and how it reacts to the answer.
 
 use super::{MAX_RECOVERIES, Phase, Protocol};
-use crate::protocol::agreement::{Agreement, Need, Verdict, awaits_absent, judge, without_idle_spares};
+use crate::protocol::agreement::{
+    Agreement, Need, Verdict, awaits_absent, is_outdated, judge, without_idle_spares,
+};
 use crate::protocol::cut::reach_each_other;
 use crate::protocol::event::{Begun, Command, LastGroup, Participant, Refused, Standing, Stop, Wait};
-use crate::protocol::island::{incomplete, without_incomplete_islands};
+use crate::protocol::island::{incomplete, may_run_elsewhere, without_incomplete_islands};
 use crate::protocol::version::{generation_of, step_of};
 use std::hash::{Hash, Hasher};
 use xxhash_rust::xxh3::Xxh3;
@@ -213,12 +215,15 @@ impl Protocol {
         if let Some((found, size)) = incomplete(participants, &self.settings.id) {
             return self.left_out(found, size, participants);
         }
-        let participants = &self.counted(participants)[..];
+        let (all, participants) = (participants, &self.counted(participants)[..]);
         if self.is_spare && participants.iter().all(|each| each.id != self.settings.id) {
             // Others may continue in this set without this member, so it cannot vouch for their steps.
             return self.wait(Wait::Spare);
         }
         self.note_named(id);
+        if self.group.is_none() && may_run_elsewhere(all) {
+            return self.wait(if self.established { Wait::Unheard } else { Wait::Training });
+        }
         let is_left_out = |id: &String| participants.iter().all(|each| each.id != *id);
         if self.group.as_ref().is_some_and(|group| group.members.iter().any(is_left_out)) {
             return self.inquire_and_go_on(); // all answers are the same: another process claims a position
@@ -271,6 +276,9 @@ impl Protocol {
         }
         if awaits_absent(participants) {
             return self.wait(Wait::Absent);
+        }
+        if participants.iter().any(|each| is_outdated(each, participants)) {
+            return self.wait(Wait::Unheard); // the Lighthouse may not have waited for the rest of the island
         }
         self.stop(Stop::IslandLost { found, size })
     }

@@ -1,0 +1,55 @@
+"""Islands as real processes: an island joins once it is complete, and ends when it loses a process."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from support.harness import wait_until
+from support.island_worker import start_process
+
+STEPS = 18
+
+
+def waits_for_its_island(worker):
+    """Whether it has asked, and was left out."""
+    return any('"why":"island"' in event["commands"] for event in worker.events("protocol"))
+
+
+def test_an_island_takes_part_completely_or_not_at_all(start_job):
+    job = start_job(4)
+    job.open_gate(3)
+    start = partial(start_process, job, size=2, members=4, steps=STEPS)
+    a0, a1, b1 = start("a", 0), start("a", 1), start("b", 1)
+    wait_until(lambda: waits_for_its_island(b1), "an incomplete island waits")
+    assert not any(each.events("recovered") for each in (a0, a1, b1))
+    b0 = start("b", 0)
+    for each in (a0, a1, b0, b1):
+        each.wait_for("gate", step=3)
+        assert each.events("recovered")[0]["islands"] == ["a", "a", "b", "b"]
+    assert [each.events("recovered")[0]["place"] for each in (a0, a1, b0, b1)] == [[rank, 2] for rank in range(4)]
+
+    b1.process.kill()
+    job.open_gate(6)
+    assert b0.join() == 1
+    failed = b0.events("failed")[0]
+    assert failed["error"] == "IslandLost"
+    assert "of the 2 processes of this worker's island, 1 are left" in failed["why"]
+    for each in (a0, a1):
+        each.wait_for("gate", step=6)
+        assert [found["islands"] for found in each.events("recovered")] == [["a", "a", "b", "b"], ["a", "a"]]
+
+    c0 = start("c", 0)
+    wait_until(lambda: waits_for_its_island(c0), "an incomplete island waits")
+    job.open_gate(7)
+    for each in (a0, a1):
+        each.wait_for("gate", step=7)
+        assert len(each.events("recovered")) == 2
+    c1 = start("c", 1)
+    job.take_in(c0, c1, until=STEPS)
+    assert [each.join() for each in (a0, a1, c0, c1)] == [0, 0, 0, 0]
+    for each in (a0, a1):
+        assert [event["step"] for event in each.events("committed")] == list(range(STEPS))
+    joined = c0.events("recovered")[0]["step"]
+    for position, both in enumerate([(a0, c0), (a1, c1)]):
+        sums = [1.0 + position if 3 <= step < joined else 2.0 + 2 * position for step in range(STEPS)]
+        assert [each.events("done")[0]["sums"] for each in both] == [sums, sums]
