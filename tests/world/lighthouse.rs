@@ -42,6 +42,11 @@ impl World {
                 named.iter().any(|number| !lighthouse.asking[number].waits) && 2 * named.len() > healthy;
             let is_fast = !lighthouse.previous.is_empty()
                 && lighthouse.previous.iter().all(|number| named.contains(number));
+            // Newcomers to a job that is over wait for another one.
+            let is_known = |number: &usize| self.nodes[*number].protocol.is_established();
+            if self.promise.is_over && !named.iter().any(is_known) {
+                continue;
+            }
             if !named.is_empty() && (is_fast || all_healthy_ask || is_at_leisure) {
                 found.push(Action::Answer(which, left_out));
             }
