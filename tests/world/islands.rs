@@ -34,8 +34,9 @@ impl World {
 
     /// A member ends, as its island has lost a process.
     pub(crate) fn lose_island(&mut self, number: usize) {
-        if self.mates(number).all(|mate| mate.life == Life::Up && !mate.was_away) {
-            self.break_rule("an island ended although it has lost no process");
+        let was_lost = |node: &Node| node.was_away || matches!(node.life, Life::Dead | Life::Frozen);
+        if !self.nodes.iter().any(was_lost) {
+            self.break_rule("an island ended although the job has lost no process");
         }
         self.count_loss(number);
         self.end(number);
