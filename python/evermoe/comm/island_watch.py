@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Collection
 
 from evermoe.comm.island import Island
 from evermoe.comm.reachability import Reachability
@@ -16,6 +17,8 @@ from evermoe.comm.torch_groups import interrupt_torch_groups
 
 PAUSE_SECONDS = 0.2
 """Time between two probes."""
+SLOW_SECONDS = 30.0
+"""Time after a loss in which processes of the island that answer may be slow to ask the Lighthouse."""
 
 
 class IslandWatch:
@@ -30,6 +33,7 @@ class IslandWatch:
     def __init__(self, island: Island, reach: Reachability, limit: float) -> None:
         self.island, self._reach, self._limit = island, reach, limit
         self._others: dict[str, str] = {}
+        self._broken_at = 0.0
         self._is_over = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -54,10 +58,23 @@ class IslandWatch:
     def drop_alone(self, reason: str) -> None:
         """Begin to probe, as the session's group is broken."""
         if self._others and self._thread is None and not self._is_over.is_set():
+            self._broken_at = time.monotonic()
             self._thread = threading.Thread(
                 target=self._probe, args=[self._is_over], name="evermoe-island", daemon=True
             )
             self._thread.start()
+
+    def awaits_slow(self, named: Collection[str]) -> bool:
+        """Return whether a process of the island answers that is not in a set of the Lighthouse, and may still ask.
+
+        The Lighthouse may name a set early, without a member that is slow to ask after a loss.
+
+        Args:
+            named: members of the set.
+        """
+        absent = {member: address for member, address in self._others.items() if member not in named}
+        is_soon = time.monotonic() - self._broken_at < SLOW_SECONDS
+        return is_soon and bool(absent) and len(self._reach.find_silent(absent)) < len(absent)
 
     def end(self) -> None:
         """Stop to probe."""

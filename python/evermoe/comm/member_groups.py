@@ -51,14 +51,15 @@ class MemberGroups:
             group.linked, group.transport = [other for other in groups if other is not group], transport
         self.start = CommonStart(0 if watch is None else watch.island.size, self.trainers)
         """Starts of steps, which the processes of this member's island make together."""
-        self._watch = watch
+        self.watch = watch
+        """Of this member's island; None without one."""
         if watch is not None:
             self.trainers.linked.append(watch)
 
     def close(self) -> None:
         """Stop to watch the island."""
-        if self._watch is not None:
-            self._watch.end()
+        if self.watch is not None:
+            self.watch.end()
 
     def rebuild(self, epoch: int, store: Any, members: list[tuple[str, str]], rank: int, num_trainers: int) -> None:
         """Connect the members of a new epoch.
@@ -82,9 +83,9 @@ class MemberGroups:
         self.trainers.rebuild(store, rank, num_trainers, device, limit)
         if self._side_device is not None:
             self.side.rebuild(dist.PrefixStore("side", store), rank, num_trainers, self._side_device, limit)
-        if self._watch is not None:
-            self._watch.connect(members, rank)
-            island = self._watch.island
+        if self.watch is not None:
+            self.watch.connect(members, rank)
+            island = self.watch.island
             ranks = island.position_ranks(num_trainers)
             prefix = dist.PrefixStore(f"position{island.position}", store)
             self.position.rebuild(prefix, ranks.index(rank), len(ranks), device, limit)

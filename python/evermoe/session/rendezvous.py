@@ -55,6 +55,10 @@ class Rendezvous:
                 return {"event": "out_of_time", "reason": str(error)}
             time.sleep(WAIT_SECONDS)
             return unanswered
+        watch = self._membership.groups.watch
+        if watch is not None and not is_intact and watch.awaits_slow([each["id"] for each in participants]):
+            time.sleep(WAIT_SECONDS)
+            return {"event": "unanswered", "reason": "a process of this island is slow to ask", "named": None}
         return {
             "event": "quorum",
             "id": number,

@@ -128,3 +128,19 @@ def test_the_group_of_a_position_connects_it_over_all_islands(tmp_path):
     assert [each[0] for each in found] == [(0, 3), (0, 3), (1, 3), (1, 3), (2, 3), (2, 3)]
     assert [each[1] for each in found] == [10101, 101010] * 3
     assert {each[2] for each in found} == {111111}
+
+
+def test_an_island_waits_for_a_process_that_answers_and_is_slow_to_ask():
+    own, other = (Reachability(name, find_endpoint(None, [ADDRESS])) for name in ("a", "b"))
+    watch = IslandWatch(Island("x", 0, 2), own, 60.0)
+    try:
+        watch.connect([("a", own.address), ("b", other.address)], 0)
+        watch.drop_alone("a peer is lost")
+        assert not watch.awaits_slow(["a", "b"])
+        assert watch.awaits_slow(["a"])
+        other.close()
+        assert not watch.awaits_slow(["a"])
+    finally:
+        watch.end()
+        own.close()
+        other.close()

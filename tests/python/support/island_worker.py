@@ -73,7 +73,7 @@ class Shards(Driver):
 
     def resume(self, version: int) -> None:
         islands = [each["island"]["name"] for each in self._membership.members.values()]
-        place = self._membership.trainer_group.rank, self._membership.position_group.size
+        place = self._membership.trainer_group.rank, self._membership.groups.position.size
         self._write("recovered", islands=islands, place=place, step=len(self.sums))
 
     def units_lost(self) -> NoReturn:
@@ -112,7 +112,8 @@ def main(options: Options) -> None:
             while int((folder / "gate").read_text()) <= protocol.step:
                 time.sleep(0.01)
             try:
-                state.found = float(membership.position_group.all_reduce(torch.tensor([1.0 + options.island.position])))
+                mine = torch.tensor([1.0 + options.island.position])
+                state.found = float(membership.groups.position.all_reduce(mine))
             except PeerLost as lost:
                 protocol.lose(str(lost))
             else:
