@@ -12,6 +12,7 @@ from evermoe.comm.group import Group
 from evermoe.data.sampler import Share
 from evermoe.events import Reduce, Vote
 from evermoe.session.buckets import Buckets
+from evermoe.session.islands import Place
 from evermoe.session.reduced_gradients import ReducedGradients
 from evermoe.session.session_driver import SessionDriver
 from evermoe.session.step import Step
@@ -51,7 +52,7 @@ def driver_of(model, clip, seen):
     membership = mock.Mock(side_group=Group(), trainer_group=driver._group)
     driver._buckets = Buckets(model, driver._state, membership, torch.device("cpu"))
     driver._buckets.plan()
-    driver._reduced = ReducedGradients(driver._script, driver._state, driver._group, driver._config)
+    driver._reduced = ReducedGradients(driver._script, driver._state, driver._group, driver._config, Place())
     driver._emit = seen
     return driver
 
