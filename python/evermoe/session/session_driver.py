@@ -139,6 +139,8 @@ class SessionDriver(RecoveryDriver):
             UnsupportedState: the script has code in `optimizer.step()` that replicas would not run.
         """
         if self.is_stale(step) or self._group.gives_zeros:  # zeros are no results
+            if self._state.shards is not None:  # with the sums in the island that its other processes may make
+                self._state.shards.take_gradients(self._state.dense)
             raise PeerLost(STALE if self.is_stale(step) else str(self._group.broken))
         own_code = next(filter(None, map(foreign_code, each_of(self._script.optimizer))), None)
         refuse_code_in(self._protection.replicas.arithmetics)
