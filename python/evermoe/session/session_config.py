@@ -62,11 +62,6 @@ class SessionConfig(Options):
                 f"preset {name} and mesh: its saves have parts of units, and shards of islands are saved complete; use "
                 "another preset, with checkpoints"
             )
-        if self.mesh is not None and self.membership.on_slow == "shift":
-            raise ValueError(
-                "on_slow='shift' and mesh: the processes of an island wait for each other in its own "
-                "collectives, so that smaller parts of a batch do not help; use 'warn' or 'evict'"
-            )
         if self.mesh is not None:
             for argument in ("shard_optimizer", "on_gradients"):
                 if getattr(self, argument):

@@ -59,6 +59,7 @@ class Shards:
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, island: Island, equal: int = 1) -> None:
         self.island, self._equal = island, equal
+        self._modules = fsdp_modules(model)
         self._shards = [
             _shard(name, each, island, equal) for name, each in model.named_parameters() if is_dtensor(each)
         ]
@@ -171,9 +172,11 @@ class Shards:
                     each.grad /= self._equal  # it is summed over all processes, and some have computed the same
 
     def drop_gradients(self) -> None:
-        """Free the gradients of the DTensors."""
+        """Free the gradients of the DTensors, and what FSDP2 has gathered."""
         for dtensor, _ in self._shards:
             dtensor.grad = None
+        for module in self._modules:  # gathered by a forward without backward, before an update or a recovery
+            module.reshard()
 
 
 def _check_mesh(name: str, dtensor: Any, island: Island, equal: int) -> None:
@@ -244,16 +247,17 @@ def sum_gradients_of(model: nn.Module) -> None:
     A module that is gathered, as after a forward without backward, is divided again.
     """
     divide_again(model)
-    for module in _fsdp_modules(model):
+    for module in fsdp_modules(model):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)  # gloo has no sums of multiples
 
 
 def divide_again(model: nn.Module) -> None:
     """Let each module of FSDP2 have its DTensors as parameters, as forwards without backward leave gathered ones."""
-    for module in _fsdp_modules(model):
+    for module in fsdp_modules(model):
         module.reshard()
 
 
-def _fsdp_modules(model: nn.Module) -> list[Any]:
+def fsdp_modules(model: nn.Module) -> list[Any]:
+    """Return the modules to which `fully_shard` was applied."""
     return [m for m in model.modules() if any(kind.__name__ == "FSDPModule" for kind in type(m).__mro__)]

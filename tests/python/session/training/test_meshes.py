@@ -40,7 +40,6 @@ def start(mesh, model=None, optimizer=None, **options):
         ({"shard_optimizer": True}, "shard_optimizer and mesh"),
         ({"on_gradients": print}, "on_gradients and mesh"),
         ({"preset": "pec", "checkpoints": "somewhere"}, "preset pec and mesh"),
-        ({"membership": evermoe.Membership(on_slow="shift")}, "on_slow='shift' and mesh"),
     ],
 )
 def test_options_that_islands_do_not_support(world, options, words):
