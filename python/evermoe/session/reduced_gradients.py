@@ -51,8 +51,9 @@ class ReducedGradients:
         loss, count = step.loss / copies, None if step.count is None else step.count / copies
         mine = gradients.ballot_of(loss, count, buckets.extremes, squares.norms, squares.value, rank, scale)
         share = step.share
-        samples = (len(share.indices) if share.weight else 0) / (copies * self._place.parts)
-        return mine._replace(samples=samples, missing=share.missing, remaining=float(share.remaining))
+        equal = copies * self._place.parts  # processes with the same share
+        samples = (len(share.indices) if share.weight else 0) / equal
+        return mine._replace(samples=samples, missing=share.missing / equal, remaining=float(share.remaining))
 
     def change(self, on_gradients: Callable[[StepGradients], object], step: Step, buckets: Buckets) -> Ballot:
         """Divide the reduced gradients and let the script change them, unless the step cannot count; collective.
