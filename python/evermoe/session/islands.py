@@ -27,6 +27,8 @@ from evermoe.comm.group import Group
 from evermoe.comm.island import Island
 from evermoe.data.sampler import Share
 from evermoe.errors import UnsupportedState
+from evermoe.optim.combined import each_of
+from evermoe.optim.ema import is_averaged
 from evermoe.session.loader_watch import LoaderWatch
 from evermoe.state.deferred import Deferral
 from evermoe.state.shards import TENSOR_PARALLEL, Shards, sum_gradients_of
@@ -125,11 +127,16 @@ def divide(
     """Return this process's parts of a model's parameters, whose gradients FSDP2 sums from now on.
 
     Raises:
-        UnsupportedState: as of `Shards`, or the model has no values yet.
+        UnsupportedState: as of `Shards`, or the model has no values yet, or an average of its weights.
     """
     if deferral is not None:
         raise UnsupportedState(
             "mesh and a model without values: build it outside of evermoe.deferred(), and not on meta"
+        )
+    if any(is_averaged(each) for each in each_of(optimizer)):
+        raise UnsupportedState(
+            "mesh and evermoe.optim.EMA: applied() would replace the weights of experts alone, as FSDP2 gathers the "
+            "others from memory of its own. Leave the EMA out"
         )
     sum_gradients_of(model)
     return Shards(model, optimizer, island, place.copies)
