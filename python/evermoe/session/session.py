@@ -179,6 +179,11 @@ class Session(BetweenSteps):
         deferral = find_deferral(model, together, weights)
         island = None if mesh is None else find_island(mesh)
         place = find_place(mesh)
+        if joining.on_slow == "shift" and place.copies * place.parts > 1:
+            raise ValueError(
+                "on_slow='shift' and a mesh with tensor or context parallelism: its processes have the same samples, "
+                "so that none of them can get fewer; use 'warn' or 'evict'"
+            )
         shards = None if island is None else divide(model, together, island, place, deferral)
         is_sharded, choices = bool(config.shard_optimizer), config.copies.choices
         marks = choices.may_lose_tokens
