@@ -25,7 +25,7 @@ FIRST_PAUSE, LAST_PAUSE = 1e-4, 5e-3
 
 
 class CommonStart:
-    """Starts of steps and evaluations, which the processes of an island make together.
+    """Starts of steps and evaluations, and results of votes, which the processes of an island have all, or none.
 
     Args:
         size: processes of the island; 0 without an island, where each process begins alone.

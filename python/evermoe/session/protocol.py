@@ -235,6 +235,8 @@ class CommitProtocol:
         is_time = time.monotonic() >= self._heard_at + self._join_wait
         ballot = self._ballot._replace(newcomer_seen=float(is_time))
         sums, attached = cast(self._membership.everyone, ballot, self._driver.attached())
+        if not self._membership.groups.start.begin():  # scripts in an island must all see the step as taken, or none
+            raise PeerLost("another process of this island has lost a peer in the vote")
         if sums.newcomer_seen:
             self._heard_at = math.inf
         self._driver.tallied(self.step, sums, attached)
