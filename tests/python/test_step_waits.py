@@ -1,5 +1,6 @@
 """Waits of the host for a GPU from the loss to the vote, and the collectives of a vote."""
 
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -54,6 +55,7 @@ def driver_of(model, clip, seen):
     driver._buckets.plan()
     driver._reduced = ReducedGradients(driver._script, driver._state, driver._group, driver._config, Place())
     driver._emit = seen
+    driver._with_own = partial(SessionDriver._with_own, driver)
     return driver
 
 

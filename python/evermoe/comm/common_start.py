@@ -38,7 +38,8 @@ class CommonStart:
         self._keys: Iterator[str] = iter(())
         self._key = ""
         """Key of the next start; the outcome is its value."""
-        self._before = ""
+        self._before = ["", ""]
+        """Keys of the latest starts, the older one first."""
 
     @property
     def width(self) -> int:
@@ -82,9 +83,10 @@ class CommonStart:
         finally:
             self._group.on_wait(False)
         begins = store.get(key).decode() == GO
-        for each in (self._before, f"{self._before}/ready") if self._before else ():
+        oldest, self._before = self._before[0], [self._before[1], key]
+        for each in (oldest, f"{oldest}/ready") if oldest else ():
             store.delete_key(each)  # all have read it, as they were ready for the next one
-        self._before, self._key = key, next(self._keys)
+        self._key = next(self._keys)
         if not begins:
             self._group.drop("another process of this island has lost a peer")
         return begins

@@ -77,6 +77,8 @@ class _AllRows(torch.autograd.Function):
 def _gathered(rows: Tensor, length: int, group: dist.ProcessGroup) -> Tensor:
     """Return the rows of all processes, `length` in total, of which each has one more or less than another."""
     size = group.size()
+    if not length:
+        return rows
     most = -(-length // size)
     sent = rows.new_zeros(most, *rows.shape[1:])
     sent[: len(rows)] = rows

@@ -307,7 +307,7 @@ class Evaluations:
                 self._begin()
                 mine = work(ranks.index(rank) // island, len(ranks) // island)
                 self._turns.serve_all()
-                parts = gather_json(self._group, {"part": mine} if rank % island == 0 else None)
+                parts = gather_json(self._group, {"part": mine} if self._meeting.is_counted else None)
         except PeerLost as lost:
             self._group.drop(str(lost))
             raise

@@ -57,6 +57,10 @@ class Place(NamedTuple):
     """Tensor-parallel processes: each computes the same loss."""
     parts: int = 1
     """Context-parallel processes: each computes the loss of a part of the tokens."""
+    part: int = 0
+    """Number of this process among those."""
+    is_counted: bool = True
+    """Whether this process's part of an evaluation counts, which all processes of an island compute."""
 
     def of(self, rank: int, size: int) -> tuple[int, int]:
         """Return the number of the group of this process, and of all groups, among `size` members.
@@ -69,6 +73,10 @@ class Place(NamedTuple):
             size: number of members that train.
         """
         return rank // self.island * self.groups + self.group, size // self.island * self.groups
+
+    def seed_of(self, rank: int) -> int:
+        """Return a number that processes with the same tokens share, and no others, for a member's rank."""
+        return self.of(rank, 0)[0] * self.parts + self.part
 
     def share(self, sampler: LoaderWatch, step: int, group: Group) -> Share:
         """Return this process's part of the batch of a step among the members of a group."""
@@ -107,18 +115,19 @@ def find_place(mesh: DeviceMesh | None) -> Place:
     coordinates = mesh.get_coordinate()
     assert coordinates is not None
     names = mesh.mesh_dim_names or ("dp",) * mesh.ndim
-    group, groups, others = 0, 1, {TENSOR_PARALLEL: 1, CONTEXT_PARALLEL: 1}
+    group, groups, others = 0, 1, {TENSOR_PARALLEL: (1, 0), CONTEXT_PARALLEL: (1, 0)}
     for name, size, coordinate in zip(names, mesh.shape, coordinates, strict=True):
         if name in DATA_PARALLEL:
             group, groups = group * size + coordinate, groups * size
         elif name in others:
-            others[name] = size
+            others[name] = size, coordinate
         else:
             raise UnsupportedState(
                 f"mesh: the dimension {name} is none of {', '.join((*DATA_PARALLEL, *others))}. Pipelines and expert "
                 "parallelism inside an island are not supported: a session spreads experts over all islands"
             )
-    return Place(mesh.size(), group, groups, *others.values())
+    (copies, copy), (parts, part) = others.values()
+    return Place(mesh.size(), group, groups, copies, parts, part, is_counted=group == 0 and copy == 0)
 
 
 def divide(

@@ -48,10 +48,13 @@ class Meeting:
         group: the members that train.
         waiting: returns ranks of members that wait for others now, for any reason.
         start: of work that the processes of an island begin together.
+        is_counted: whether this process's part of an evaluation counts, which all of an island compute.
     """
 
-    def __init__(self, group: Group, waiting: Callable[[], Collection[int]], start: CommonStart) -> None:
-        self._group, self._waiting, self.start = group, waiting, start
+    def __init__(
+        self, group: Group, waiting: Callable[[], Collection[int]], start: CommonStart, *, is_counted: bool
+    ) -> None:
+        self._group, self._waiting, self.start, self.is_counted = group, waiting, start, is_counted
         self._come: dict[int, Tensor] = {}
         self.purpose: Purpose | None = None
         """Purpose of this member's latest meeting if that failed, until the next meeting; else None."""

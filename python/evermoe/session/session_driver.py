@@ -87,8 +87,7 @@ class SessionDriver(RecoveryDriver):
         self._buckets.begin_step(may_send=may_send)
         self._emit(Begin(step.number))
         if self._config.seed is not None:
-            rank, _ = self.place.of(self._group.rank, self._group.size)
-            self._random.enter_context(seeded(self._config.seed, step.number, rank))
+            self._random.enter_context(seeded(self._config.seed, step.number, self.place.seed_of(self._group.rank)))
 
     @property
     def epoch(self) -> float:

@@ -99,7 +99,12 @@ class RecoveryDriver(TrainingDriver):
             self._script.model,
             self._group,
             self._membership.node,
-            Meeting(self._group, lambda: waiting_ranks(membership), membership.groups.start),
+            Meeting(
+                self._group,
+                lambda: waiting_ranks(membership),
+                membership.groups.start,
+                is_counted=parts.place.is_counted,
+            ),
             self.substitute,
         )
         self._measures = StepMeasures(

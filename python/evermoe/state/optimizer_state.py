@@ -76,7 +76,8 @@ def _check_parameters(optimizer: torch.optim.Optimizer, parameters: Collection[T
             if id(parameter) not in own:
                 raise ValueError(
                     f"the optimizer's group {number} has a parameter of shape {list(parameter.shape)} that is not the "
-                    "model's: make the optimizer from this model's parameters, after the model is on its device"
+                    "model's: make the optimizer from this model's parameters, once it is on its device, and after "
+                    "fully_shard"
                 )
 
 

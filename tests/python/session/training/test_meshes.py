@@ -87,6 +87,17 @@ def test_optimizers_that_mix_rows_are_refused(world):
         start(mesh, optimizer=muon)
 
 
+def averaged(model):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    evermoe.optim.EMA(optimizer)
+    return optimizer
+
+
+def test_averages_are_refused(world):
+    with pytest.raises(UnsupportedState, match=r"mesh and evermoe.optim.EMA"):
+        start(world("dp"), optimizer=averaged)
+
+
 def stepped(model):
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     model(torch.randn(4, 8)).sum().backward()
