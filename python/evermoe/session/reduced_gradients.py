@@ -47,8 +47,9 @@ class ReducedGradients:
         flats = None if are_changed else buckets.flats
         squares = gradients.SquareSum(self._state, self._group.rank, self._group.size, flats=flats)
         rank, scale = self._group.rank, self._script.loss_scale.value
-        copies = self._place.copies  # each of them has the same loss
-        loss, count = step.loss / copies, None if step.count is None else step.count / copies
+        copies, loss, count = self._place.copies, step.loss, step.count
+        if copies > 1:  # each of them has the same loss
+            loss, count = loss / copies, None if count is None else count / copies
         mine = gradients.ballot_of(loss, count, buckets.extremes, squares.norms, squares.value, rank, scale)
         share = step.share
         equal = copies * self._place.parts  # processes with the same share
