@@ -301,8 +301,7 @@ class Session(BetweenSteps):
             self._driver.substitute.put_back()
             self._protocol.look(self._end_of(until))
             while self._protocol.is_stepping and not self._membership.groups.start.begin():
-                self._protocol.lose("another process of this island has lost a peer")
-                self._protocol.look(self._end_of(until))
+                self._protocol.look(self._end_of(until))  # the group is dropped
             if self._protocol.is_over:
                 if is_first and self.is_main:
                     logger.warning("nothing left to do: %d of %d steps are taken", self.step, until)

@@ -64,20 +64,19 @@ class Shards:
             _shard(name, each, island, equal) for name, each in model.named_parameters() if is_dtensor(each)
         ]
         self._local = {id(each.dtensor): each.local for each in self._shards}
-        dtensors = {id(each.dtensor) for each in self._shards}
-        self.copies = {
-            id(each.local): _copies(each.dtensor, island) for each in self._shards if is_divided(each.dtensor)
-        }
+        divided = [each for each in self._shards if is_divided(each.dtensor)]
+        self.copies = {id(each.local): _copies(each.dtensor, island) for each in divided}
         """By the identity of a divided parameter's part: the positions of an island that have the same part."""
         for each in each_of(optimizer):
-            if any(id(parameter) in dtensors for parameter in each.state):
+            if any(id(parameter) in self._local for parameter in each.state):
                 raise UnsupportedState(
                     f"{type(each).__name__} has state of DTensors: make another one, whose state its session loads"
                 )
             for group in each.param_groups:
                 group["params"] = [self.local(parameter) for parameter in group["params"]]
-        self.divided = [each.local for each in self._shards if is_divided(each.dtensor)]
+        self.divided = [each.local for each in divided]
         """The parts of parameters of which others have other parts."""
+        self._nbytes = {id(each.local): -(-each.dtensor.nbytes // island.size) for each in divided}
         self._position_of: dict[str, int] = {}
         self._divided_tokens: list[DividedTokens] = []
         self._extents: dict[int, Extent] = {}
@@ -110,8 +109,7 @@ class Shards:
 
     def nbytes(self, parameter: Tensor) -> int:
         """Return the bytes of a parameter's parts at one position, on average: the same number on all members."""
-        dtensor = next((each.dtensor for each in self._shards if each.local is parameter), parameter)
-        return -(-dtensor.nbytes // self.island.size) if is_divided(dtensor) else parameter.nbytes
+        return self._nbytes.get(id(parameter), parameter.nbytes)
 
     def spread(self, own: Sequence[Unit], paths: Iterable[str]) -> list[Unit]:
         """Return the units of all positions in the same order on all members; collective in the island.
