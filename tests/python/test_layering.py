@@ -61,7 +61,6 @@ MANY_ATTRIBUTES = {
     "PipelineStep": 20,
     "RecoveryDriver": 20,
     "Replicas": 25,
-    "SnapshotRound": 19,
     "Snapshots": 25,
     "TorchConnections": 19,
     "WindowPlanner": 27,

@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import suppress
 
 import torch
 from torch import Tensor
 
-from evermoe._native import Capture
 from evermoe.comm.courier import Courier, Message, Sent
 from evermoe.comm.task import Task
 from evermoe.comm.transport import Transfer
 from evermoe.copies.snapshot.bundles import BundleArena
+from evermoe.copies.snapshot.captures import Captures
 from evermoe.copies.snapshot.segments import Segment, Segments
 from evermoe.copies.snapshot.store import SnapshotStore
-from evermoe.copies.snapshot.unit_tensors import UnitTensors
 from evermoe.errors import CaptureCancelled, CorruptCopy
 from evermoe.events import ChunkSent, SnapshotReceived
 from evermoe.events.base_event import Listener
 from evermoe.state.stored import NO_COPIES, KeptCopies
-from evermoe.state.unit import read_tensors
 from evermoe.state.version import step_of
 
 Arriving = dict[int, deque[Transfer]]
@@ -98,11 +93,11 @@ class SnapshotRound:
         self.version, self.store, self.courier, self.emit = version, store, courier, emit
         self._contents = contents
         self._sent_bytes = 0
-        self._read_seconds = 0.0
         every = {kept.number for kept in (*store.own, *store.peers)}
         scheduled = every if bundles is None else bundles
         self.own = [kept for kept in store.own if kept.number in scheduled]
         """Bundles of the version that this member captures."""
+        self.captures = Captures(store, self.own, version)
         travels = [kept.number for kept in (*store.own, *store.peers) if kept.number not in stays]
         travels = [number for number in travels if number in scheduled]
         self.peers = [kept for kept in store.peers if kept.number in travels]
@@ -113,15 +108,8 @@ class SnapshotRound:
         self._segments = Segments(*([segment for segment in both if segment.bundle in travels] for both in segments))
         self._first_step = 0
         self._total_bytes = sum(segment.nbytes for segment in self._segments.sends)
-        self._has_begun = threading.Event()
-        """All captures have begun, or never will."""
-        self._read = threading.Event()
-        """Bundles that the engine cannot capture; the courier reads them."""
         self.problem = ""
         """Why the version will not be complete though no member is lost: this host has too little memory."""
-        self._captures: list[Capture | None] = []
-        self._tensors: dict[str, list[Tensor]] = {}
-        """Tensors of units that the courier reads, as they were at the start."""
         self.task: Task[bool]
         """Set by `start`; its result: whether all copies that arrived match their digests."""
 
@@ -134,65 +122,25 @@ class SnapshotRound:
         # Values that the script puts in a parameter's place meanwhile, as `EMA.applied` does, must not be read.
         state, tensors = self.store.state, self.store.prepare(self.own)
         if not state.late.missing:
-            self._capture(tensors)
+            self.captures.begin_captures(tensors)
 
         def run() -> bool:
             try:
-                if not self._has_begun.is_set():
+                if not self.captures.have_begun:
                     state.late.wait(state.late.missing)
-                    self._capture(tensors)
+                    self.captures.begin_captures(tensors)
                 return self._run()
             finally:
-                self._has_begun.set()
-                self._read.set()
+                self.captures.end_waits()
 
         self.task = self.courier.submit(run)
         return self
-
-    def _capture(self, tensors: Sequence[UnitTensors]) -> None:
-        """Begin to capture the tensors of this member's bundles; record those that the courier must read."""
-        self._captures = [
-            self.store.capture(kept, found, self.version) for kept, found in zip(self.own, tensors, strict=True)
-        ]
-        for kept, found, capture in zip(self.own, tensors, self._captures, strict=True):
-            if capture is None:
-                self._tensors |= zip(kept.bundle.units, found.by_unit, strict=True)
-        self._has_begun.set()
 
     @property
     def complete_steps(self) -> dict[int, int]:
         """Steps taken in this member's own copied bundles, by number; empty until all are captured and sent."""
         is_complete = self.task.is_over_within(0) and self.task.result
         return {kept.number: step_of(self.version) for kept in self.own} if is_complete else {}
-
-    @property
-    def host_speed(self) -> float:
-        """Bytes per second at which this member's units were captured; 0 until all are."""
-        nbytes, seconds = sum(kept.arena.payload_bytes for kept in self.own), self.capture_seconds
-        return nbytes / seconds if self._read.is_set() and seconds else 0.0
-
-    @property
-    def capture_seconds(self) -> float:
-        """Seconds that this member has taken so far to capture its units."""
-        return self._read_seconds + sum(capture.seconds_busy for capture in self._captures if capture is not None)
-
-    def wait_captured(self) -> None:
-        """Wait until the state may change: this version is in the arenas of its primaries.
-
-        If the state and its snapshot are on a GPU, torch's current stream waits instead.
-        """
-        self._has_begun.wait()
-        captures = [
-            capture
-            for kept, capture in zip(self.own, self._captures, strict=False)
-            if capture is not None and not self.store.sources.release(kept.number)
-        ]
-        for capture in captures:
-            capture.hurry()
-        for capture in captures:
-            with suppress(CaptureCancelled):  # the arena had no memory: `problem` says so
-                capture.wait()
-        self._read.wait()
 
     def _run(self) -> bool:
         try:
@@ -201,15 +149,12 @@ class SnapshotRound:
             self.problem = str(cancelled)
             return False
         finally:
-            self._tensors = {}
+            self.captures.release_tensors()
 
     def _reserve(self) -> bool:
         """Reserve the memory of arenas that have none yet, as captures do; return whether it was available."""
         try:
-            for kept, capture in (
-                *((each, None) for each in self.peers),
-                *zip(self.own, self._captures, strict=True),
-            ):
+            for kept, capture in (*((each, None) for each in self.peers), *self.captures):
                 # Only the buffer of this version: the other one is reserved with the next version.
                 while (capture is None or capture.state in UNDER_WAY) and not kept.arena.reserve(RESERVED_AT_ONCE):
                     self.courier.progress += 1
@@ -218,15 +163,7 @@ class SnapshotRound:
         return not self.problem
 
     def _exchange(self) -> bool:
-        started = time.monotonic()
-        try:
-            for kept, capture in zip(self.own, self._captures, strict=True):
-                if capture is None:
-                    self._read_units(kept)
-        finally:
-            self._read_seconds = time.monotonic() - started
-        self._tensors = {}
-        self._read.set()
+        self.captures.read_rest(self.courier)
         for kept in self.peers:
             kept.index = kept.arena.begin(self.version)
         arriving: Arriving = {kept.number: deque() for kept in self.peers}
@@ -243,7 +180,7 @@ class SnapshotRound:
             are_complete.extend(self._publish(arriving, waits=False))
 
         self.courier.send_messages(self._captured(), on_sent)
-        for capture in self._captures:
+        for _, capture in self.captures:
             if capture is not None:
                 capture.wait()
         are_complete.extend(self._publish(arriving, waits=True))
@@ -271,17 +208,9 @@ class SnapshotRound:
         self._sent_bytes += sent.nbytes
         self.emit(ChunkSent(step_of(self.version), self._sent_bytes, self._total_bytes, sent.when))
 
-    def _read_units(self, kept: BundleArena) -> None:
-        kept.index = kept.arena.begin(self.version)
-        data = torch.from_numpy(kept.arena.buffer(kept.index))
-        for name, offset, nbytes in kept.arena.units():
-            read_tensors(self._tensors[name], data[offset : offset + nbytes])
-            self.courier.progress += 1
-        kept.arena.commit(kept.index)
-
     def _captured(self) -> Iterator[Message]:
         """Yield the messages, each part as soon as it is captured; the digests when its entire bundle is."""
-        captures = {kept.number: capture for kept, capture in zip(self.own, self._captures, strict=True)}
+        captures = {kept.number: capture for kept, capture in self.captures}
         for segment, message in zip(self._segments.sends, self._messages(self._segments.sends, self.own), strict=True):
             capture = captures[segment.bundle]
             self._contents.make_ready(segment, (lambda end: None) if capture is None else capture.wait)

@@ -81,7 +81,7 @@ class Rounds:
     ) -> None:
         """Begin to copy the state, which is that of `version`. The arguments are those of `SnapshotRound`."""
         if self.current is not None:
-            self._planner.host_speed = self.current.host_speed or self._planner.host_speed
+            self._planner.host_speed = self.current.captures.host_speed or self._planner.host_speed
         self.current = SnapshotRound(
             self._store, version, self._courier, bundles, self._emit, copies, stays, contents
         ).start()
@@ -105,9 +105,9 @@ class Rounds:
     def wait_captured(self) -> None:
         """Wait until the state may change."""
         if self.current is not None:
-            self.current.wait_captured()
+            self.current.captures.wait_captured()
 
     @property
     def capture_seconds(self) -> float:
         """Seconds that the latest capture took."""
-        return 0.0 if self.current is None else self.current.capture_seconds
+        return 0.0 if self.current is None else self.current.captures.seconds
