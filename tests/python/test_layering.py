@@ -62,7 +62,6 @@ MANY_ATTRIBUTES = {
     "RecoveryDriver": 20,
     "Replicas": 25,
     "Snapshots": 25,
-    "TorchConnections": 19,
     "WindowPlanner": 27,
 }
 """Classes that set more, today, and how many."""

@@ -26,9 +26,9 @@ from evermoe.comm.torch_groups import (
     keep_alive_after_nccl_failure,
     quick_groups,
 )
-from evermoe.config.membership import Membership
 from evermoe.errors import PeerLost
 from evermoe.moe.experts import Experts
+from evermoe.pipeline.pipeline_config import PipelineConfig
 
 logger = logging.getLogger(__name__)
 
@@ -45,29 +45,16 @@ class TorchConnections:
     host memory.
 
     Args:
+        options: of the pipeline.
         membership: all ranks, agreed and connected. Waits in torch's groups end when its group is dropped.
-        shape: this rank's stage, the number of stages, and the number of ranks of each.
-        rank: of the pipeline.
-        limits: of waits.
         device: of this rank's stage.
     """
 
-    def __init__(
-        self,
-        membership: MembershipManager,
-        shape: tuple[int, int, int],
-        rank: int,
-        limits: Membership,
-        device: torch.device,
-    ) -> None:
-        self._membership, self._group = membership, membership.trainer_group
+    def __init__(self, options: PipelineConfig, membership: MembershipManager, device: torch.device) -> None:
+        self._options, self._membership, self._device = options, membership, device
+        self._group = membership.trainer_group
         self._courier = Courier(membership.transport, None, "evermoe-connections")
         """Waits for the next rank's message; the other courier may be sending copies."""
-        self._stage, self._stages, self._peers = shape
-        self._rank, self._size, self._device = rank, self._stages * self._peers, device
-        self._hang_timeout = limits.hang_timeout
-        self._notice_seconds = limits.heartbeat_timeout + NOTICE_MARGIN
-        """Time within which a lost rank is noticed."""
         self.pipeline_group: dist.ProcessGroup | None = None
         """The ranks of one data-parallel coordinate, stage by stage; None before the first connection."""
         self.data_parallel_group: dist.ProcessGroup | None = None
@@ -99,13 +86,13 @@ class TorchConnections:
         Raises:
             PeerLost: a rank is lost, or was late. RuntimeError: of torch, for the same reason.
         """
-        lost, limit = threading.Event(), timedelta(seconds=self._hang_timeout)
+        lost, limit = threading.Event(), timedelta(seconds=self._options.membership.hang_timeout)
         self._lost = lost
         backend = self._backend()
         watch = self._watching = self._courier.submit(functools.partial(self._watch, lost))
         self._store = WatchedStore(self._membership.store, lost, limit)
         with quick_groups(limit, lost):
-            dist.init_process_group(backend, store=self._store, rank=self._rank, world_size=self._size)
+            dist.init_process_group(backend, store=self._store, rank=self._options.rank, world_size=self._options.size)
             self._divide()
             yield
         self._all_connected(watch)
@@ -113,13 +100,13 @@ class TorchConnections:
     def _divide(self) -> None:
         """Make the groups of each stage's ranks, and of each data-parallel coordinate's."""
         self.pipeline_group, self.data_parallel_group = dist.group.WORLD, None
-        if self._peers == 1:
+        size, peers = self._options.size, self._options.data_parallel_size
+        if peers == 1:
             return
-        of_stages = [
-            dist.new_group([*range(first, first + self._peers)]) for first in range(0, self._size, self._peers)
-        ]
-        of_peers = [dist.new_group([*range(peer, self._size, self._peers)]) for peer in range(self._peers)]
-        self.data_parallel_group, self.pipeline_group = of_stages[self._stage], of_peers[self._rank % self._peers]
+        of_stages = [dist.new_group([*range(first, first + peers)]) for first in range(0, size, peers)]
+        of_peers = [dist.new_group([*range(peer, size, peers)]) for peer in range(peers)]
+        self.data_parallel_group = of_stages[self._options.stage]
+        self.pipeline_group = of_peers[self._options.data_parallel]
 
     def is_connection_loss(self, error: BaseException) -> bool:
         """Whether an error is the consequence of a lost rank, and not the script's own.
@@ -132,7 +119,7 @@ class TorchConnections:
             return True
         if not isinstance(error, RuntimeError):
             return False
-        deadline = time.monotonic() + self._notice_seconds
+        deadline = time.monotonic() + self._options.membership.heartbeat_timeout + NOTICE_MARGIN
         while self._group.broken is None and self._membership.transport.broken is None:
             if time.monotonic() > deadline:
                 return False
@@ -147,7 +134,7 @@ class TorchConnections:
         torch.cuda.set_device(self._device)
         self.uses_host = share_a_gpu(self._group, self._device)
         if self.uses_host:
-            if self._rank == 0:
+            if self._options.rank == 0:
                 logger.warning(
                     "several ranks share a GPU, which NCCL allows only with NCCL_MULTI_RANK_GPU_ENABLE=1: stages "
                     "exchange through host memory"
@@ -170,7 +157,7 @@ class TorchConnections:
         """
         if self._device.type == "cuda" and (self._is_dropped or has_nccl_failed()):
             self._group.drop("NCCL has failed")
-            raise PeerLost(f"a step among {self._size} ranks failed: {self._group.broken}")
+            raise PeerLost(f"a step among {self._options.size} ranks failed: {self._group.broken}")
 
     def leave(self) -> None:
         """End the watch of torch's groups."""
@@ -184,12 +171,13 @@ class TorchConnections:
         Raises:
             PeerLost: one is lost.
         """
-        group, limit = self._membership.side_group, timedelta(seconds=self._hang_timeout)
-        store = dist.PrefixStore(f"stage {self._stage}", self._membership.store)
+        group, options = self._membership.side_group, self._options
+        store = dist.PrefixStore(f"stage {options.stage}", self._membership.store)
+        limit = timedelta(seconds=options.membership.hang_timeout)
         try:
-            group.rebuild(store, self._rank % self._peers, self._peers, self._device, limit)
+            group.rebuild(store, options.data_parallel, options.data_parallel_size, self._device, limit)
         except (RuntimeError, TimeoutError, ConnectionError) as error:
-            reason = f"the ranks of stage {self._stage} were not connected: {error}"
+            reason = f"the ranks of stage {options.stage} were not connected: {error}"
             self._group.drop(reason)
             raise PeerLost(reason) from None
         for layer in layers:
@@ -204,8 +192,8 @@ class TorchConnections:
     def _watch(self, lost: threading.Event) -> None:
         """Wait for the next rank's message, until that rank is lost or has dropped its groups. For the courier."""
         try:
-            message = self._membership.transport.receive(torch.empty(1), (self._rank + 1) % self._size, CONNECTED)
-            message.wait(UNLIMITED)
+            following = (self._options.rank + 1) % self._options.size
+            self._membership.transport.receive(torch.empty(1), following, CONNECTED).wait(UNLIMITED)
         except PeerLost:
             lost.set()
             raise
@@ -216,6 +204,6 @@ class TorchConnections:
         if transport.broken is not None:
             raise PeerLost(f"a rank was lost while torch's groups were made: {transport.broken}")
         self._group.all_reduce(torch.zeros(1))
-        transport.send(torch.zeros(1), (self._rank - 1) % self._size, CONNECTED).wait()
+        transport.send(torch.zeros(1), (self._options.rank - 1) % self._options.size, CONNECTED).wait()
         if not self._courier.wait_for_task(watch, self._group):
             raise PeerLost(f"a rank was lost when torch's groups were made: {watch.lost}")

@@ -80,7 +80,7 @@ class PipelineRecovery(TrainingDriver):
         if state.device.type == "cuda":  # captures take the same bubbles as messages
             self.pacer.on_idle = store.pace
         self.courier = Courier(membership.transport, self.pacer, "evermoe-snapshots", device=state.device)
-        windows, copies, limits = options.versions, options.copies, options.membership
+        windows, copies = options.versions, options.copies
         schedule = copies.choices.schedule if copies.replication else None
         self.bubbles = Bubbles(self.pacer, options.rank, options.stages, windows.profile_steps, state.device)
         self.window_planner = WindowPlanner(
@@ -96,9 +96,7 @@ class PipelineRecovery(TrainingDriver):
         memory = options.versions.snapshot_memory
         rounds = Rounds(store, membership, self.courier, self.window_planner, memory, emit)
         self.copies = StageCopies(options, store, membership, *chosen, self.window_planner, rounds, emit)
-        self.connections = TorchConnections(
-            membership, (options.stage, options.stages, options.data_parallel_size), options.rank, limits, state.device
-        )
+        self.connections = TorchConnections(options, membership, state.device)
         self.placement = StagePlacement(options, state, membership)
         self.attempt: PipelineStep | None = None
         """The latest attempt at a step."""
