@@ -58,7 +58,6 @@ MANY_ATTRIBUTES = {
     "MembershipManager": 37,
     "Pacer": 21,
     "PipelineRecovery": 18,
-    "PipelineStep": 20,
     "RecoveryDriver": 20,
     "Replicas": 25,
     "Snapshots": 25,

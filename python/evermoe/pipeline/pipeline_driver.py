@@ -14,7 +14,7 @@ from evermoe.copies.snapshot.rank_plan import COPIES
 from evermoe.errors import PeerLost, UnsupportedState
 from evermoe.events import Begin, Confirm, Copy, Measured, Reduce, Skipped, Update, Vote
 from evermoe.pipeline.pipeline_recovery import PipelineContext, PipelineRecovery
-from evermoe.pipeline.pipeline_step import PipelineStep
+from evermoe.pipeline.pipeline_step import PipelineStep, StepRuns
 from evermoe.process.memory_folder import FINISHED, mark
 from evermoe.process.seeds import seeded
 from evermoe.session import gradients
@@ -90,7 +90,7 @@ class PipelineDriver(PipelineRecovery):
         if past is not None and past.is_taken and past.ballot is not None:
             found = past.ballot
         else:
-            found = self._count(step)
+            found = self._count(step.runs)
             if past is not None:
                 past.ballot = found
         return found._replace(
@@ -100,15 +100,15 @@ class PipelineDriver(PipelineRecovery):
             steps_own=float(foreign_code(self.optimizer) is not None),
         )
 
-    def _count(self, step: PipelineStep) -> Ballot:
+    def _count(self, runs: StepRuns) -> Ballot:
         found = [p.grad for some in self._state.parameters() for p in some if p.grad is not None]
         place, peers = self._options.data_parallel, self._options.data_parallel_size
         squares = gradients.SquareSum(self._state, place, peers, copies=1 if self._options.expert_parallel else peers)
         extremes, rank, scale = gradients.extremes(found), self._group.rank, self._loss_scale.value
-        mine = gradients.ballot_of(step.loss, step.count, extremes, squares.norms, squares.value, rank, scale)
+        mine = gradients.ballot_of(runs.loss, runs.count, extremes, squares.norms, squares.value, rank, scale)
         self.connections.check()
-        has_means = step.loss is not None and step.count is None
-        return mine._replace(counted=float(step.losses)) if has_means else mine
+        has_means = runs.loss is not None and runs.count is None
+        return mine._replace(counted=float(runs.losses)) if has_means else mine
 
     def tallied(self, step: int, sums: Ballot, attached: Sequence[float]) -> None:
         """End the job on all ranks if the step's losses are inconsistent, or a gradient is not finite.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
@@ -65,6 +65,61 @@ class StepHooks(Protocol):
         """Handle an error that has ended the block or the commit. Return whether a lost rank explains it."""
 
 
+class StepRuns:
+    """Runs of schedules in a step, and the losses that this rank has computed in them."""
+
+    def __init__(self) -> None:
+        self.begun = 0
+        """Runs that this rank has begun."""
+        self.loss: Tensor | None = None
+        """Sum of this rank's losses; None before the first, and on ranks that compute none."""
+        self.count: float | Tensor | None = None
+        """Sum of this rank's counts; None where losses are means."""
+        self.losses = 0
+        """Microbatches whose loss this rank has computed."""
+        self.is_running = False
+        """Whether a run is in progress."""
+        self._losses_before = 0
+        """Losses of the previous runs."""
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Begin a run, which the block computes."""
+        self.begun += 1
+        self._losses_before = self.losses
+        self.is_running = True
+        try:
+            yield
+        finally:
+            self.is_running = False
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Number of the latest run, and number in it of the next loss."""
+        return self.begun - 1, self.losses - self._losses_before
+
+    def add_loss(self, value: Tensor) -> None:
+        """Add the loss of a microbatch."""
+        self.losses += 1
+        self.loss = value if self.loss is None else self.loss + value
+
+    def add_count(self, count: float | Tensor | None) -> None:
+        """Add the count of the run that has ended.
+
+        Raises:
+            ValueError: this rank has computed no loss in it, or counts were given in some runs only.
+        """
+        if self.losses == self._losses_before:
+            if count is not None:
+                raise ValueError(
+                    "step.run: count was given on a rank that has computed no loss: give it where the last stage is"
+                )
+        elif self._losses_before and (count is None) != (self.count is None):
+            raise ValueError("step.run: count was given in some runs of this step; give it in all, or in none")
+        elif count is not None:
+            self.count = (0.0 if self.count is None else self.count) + detached(count)
+
+
 class PipelineStep:
     """One attempt at a step: call `step.run(...)` inside `with step:`.
 
@@ -93,14 +148,7 @@ class PipelineStep:
         """Steps committed before this one."""
         self.committed = False
         """Whether all ranks have agreed on the step and applied it."""
-        self.loss: Tensor | None = None
-        """Sum of this rank's losses; None before the first, and on ranks that compute none."""
-        self.count: float | Tensor | None = None
-        """Sum of this rank's counts; None where losses are means."""
-        self.losses = 0
-        """Microbatches whose loss this rank has computed."""
-        self.runs = 0
-        """Runs of schedules that this rank has begun."""
+        self.runs = StepRuns()
         self.is_open = self.was_entered = False
         """Whether the script is inside `with step:`, and whether it ever was."""
         self.past: LoggedStep | None = None
@@ -109,9 +157,7 @@ class PipelineStep:
         self._generation, self._hooks = generation, hooks
         self._scale, self._is_repeated = 1.0, False
         self._seeds: tuple[int, ...] = (0,)
-        self._losses_before = 0
-        """Losses of the previous runs."""
-        self._is_running = self._has_ended = False
+        self._has_ended = False
 
     def prepare(self, past: LoggedStep | None, *, is_repeated: bool, scale: float, seeds: tuple[int, ...]) -> None:
         """Set the inputs of the computation, as the step's block is entered.
@@ -153,19 +199,15 @@ class PipelineStep:
         if not self.is_open:
             raise UnsupportedState("step.run was called outside of `with step:`")
         check_count(count)
-        schedule = self._schedule
-        self.runs += 1
-        before, losses = self.losses, list[Tensor]()
-        self._losses_before = before
+        schedule, losses = self._schedule, list[Tensor]()
         divides, schedule.scale_grads = schedule.scale_grads, False  # the session divides, by what all ranks have
-        self._is_running = True
         try:
-            stages = stages_of(schedule)
-            own = inputs if not stages or any(stage.is_first for stage in stages) else ()
-            if target is not None and any(stage.is_last for stage in stages):
-                keywords["target"] = target
-            with ExitStack() as stack:
-                stack.enter_context(logged(stages, self.past, self.runs - 1, self._draw))
+            with self.runs.running(), ExitStack() as stack:
+                stages = stages_of(schedule)
+                own = inputs if not stages or any(stage.is_first for stage in stages) else ()
+                if target is not None and any(stage.is_last for stage in stages):
+                    keywords["target"] = target
+                stack.enter_context(logged(stages, self.past, self.runs.begun - 1, self._draw))
                 if self._connections.uses_host:
                     stack.enter_context(through_host(stages))
                 schedule.step(*own, losses=losses, return_outputs=False, **keywords)
@@ -174,20 +216,9 @@ class PipelineStep:
             self.past.is_distrusted = True
             raise
         finally:
-            schedule.scale_grads, self._is_running = divides, False
-        self._add_count(count, before)
+            schedule.scale_grads = divides
+        self.runs.add_count(count)
         return [loss.detach() / self._scale for loss in losses]
-
-    def _add_count(self, count: float | Tensor | None, losses_before: int) -> None:
-        if self.losses == losses_before:
-            if count is not None:
-                raise ValueError(
-                    "step.run: count was given on a rank that has computed no loss: give it where the last stage is"
-                )
-        elif losses_before and (count is None) != (self.count is None):
-            raise ValueError("step.run: count was given in some runs of this step; give it in all, or in none")
-        elif count is not None:
-            self.count = (0.0 if self.count is None else self.count) + detached(count)
 
     def micro_batches(self, n: int) -> Iterator[PipelineMicroBatch]:
         """Return the n parts of a step whose gradients are accumulated: one run of the schedule for each.
@@ -246,19 +277,18 @@ class PipelineStep:
             ValueError: it is no tensor of one number that depends on parameters.
             UnsupportedState: the schedule is not run by `step.run`.
         """
-        if not self._is_running:
+        if not self.runs.is_running:
             raise UnsupportedState(
                 "a loss of session.loss_function was computed outside of step.run: call step.run(...) in place of "
                 "schedule.step(...), which would divide the gradients once more"
             )
         loss = self._loss(compute, output, target)
-        self.losses += 1
-        self.loss = loss.value if self.loss is None else self.loss + loss.value
+        self.runs.add_loss(loss.value)
         return loss.scaled
 
     def _loss(self, compute: LossFunction, output: Any, target: Any) -> Loss:
         known = {} if self.past is None else self.past.losses
-        place = self.runs - 1, self.losses - self._losses_before
+        place = self.runs.place
         digest = digest_of(() if self.past is None else target)
         if place in known:
             compare(digest, known[place].digest, f"step {self.number}: the target of microbatch {place[1]}")
@@ -281,7 +311,7 @@ class PipelineStep:
             UnsupportedState: the script has run no schedule. RuntimeError: of torch, a peer is lost.
         """
         self.is_open, self._has_ended = False, True
-        if not self.runs:
+        if not self.runs.begun:
             raise UnsupportedState("step.run(...) was not called inside `with step:`")
         group, past = self._connections.data_parallel_group, self.past
         was_applied = past is not None and past.is_taken  # then by all of them, and no gradients are left
@@ -297,7 +327,7 @@ class PipelineStep:
         return {
             "step": self.number,
             "generation": self._generation,
-            "runs": self.runs,
+            "runs": self.runs.begun,
             "has_ended": self._has_ended,
         }
 

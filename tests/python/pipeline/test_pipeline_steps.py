@@ -164,7 +164,8 @@ def test_losses_that_cannot_be_weighed_are_refused(session):
     schedule.outputs = [weight * 2, weight * 3]
     assert step.run(count=4) == [2, 3]
     assert schedule.scale_grads
-    assert (weight.grad.item(), step.loss.item(), step.count, step.losses) == (5, 5, 4, 2)
+    runs = step.runs
+    assert (weight.grad.item(), runs.loss.item(), runs.count, runs.losses) == (5, 5, 4, 2)
     schedule.outputs = [weight * 1]
     with pytest.raises(ValueError, match="count was given in some runs of this step"):
         step.run()
