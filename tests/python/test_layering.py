@@ -57,7 +57,6 @@ MANY_ATTRIBUTES = {
     "Group": 19,
     "MembershipManager": 37,
     "Pacer": 21,
-    "PipelineRecovery": 18,
     "RecoveryDriver": 20,
     "Replicas": 25,
     "Snapshots": 25,

@@ -45,7 +45,7 @@ class PipelineDriver(PipelineRecovery):
         self.guard.begin_step()
         self.optimizer.zero_grad(set_to_none=True)
         past = self.localised.begin_step(self._version)
-        self.pacer.begin_forward()
+        self.bubbles.pacer.begin_forward()
         seeds = self._options.seed, self._options.data_parallel
         step.prepare(
             past, is_repeated=self.localised.is_repeated(step.number), scale=self._loss_scale.value, seeds=seeds
@@ -67,7 +67,7 @@ class PipelineDriver(PipelineRecovery):
         after = step.number + 1
         self._waits = self.windows.are_used or self.snapshot_schedule.is_due(after)
         if self._waits:
-            self.pacer.hurry()
+            self.bubbles.pacer.hurry()
         self._vote_span.enter_context(self.bubbles.profiler.span(COPIES, "collective", "network"))
         is_complete = not self._waits or self.copies.before_vote(after)
         if is_complete and self._waits:

@@ -166,7 +166,7 @@ class PipelineLoop:
     def close(self) -> None:
         """Leave the job and remove this rank's shared memory."""
         self._leave()
-        self._driver.store.close(self._membership.id)
+        self._driver.copies.store.close(self._membership.id)
 
     def _leave(self) -> None:
         if self.has_left:

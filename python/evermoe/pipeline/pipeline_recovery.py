@@ -74,15 +74,15 @@ class PipelineRecovery(TrainingDriver):
         super().__init__(
             membership, options.membership, options.size, [MemoryClaim(store.directory)], state.device, emit
         )
-        self._options, self._state, self._loop, self.store = options, state, loop, store
+        self._options, self._state, self._loop = options, state, loop
         state.loop.store(loop_state.collect(loop))
-        self.pacer, self.snapshot_schedule = Pacer(), VersionSchedule()
+        pacer, self.snapshot_schedule = Pacer(), VersionSchedule()
         if state.device.type == "cuda":  # captures take the same bubbles as messages
-            self.pacer.on_idle = store.pace
-        self.courier = Courier(membership.transport, self.pacer, "evermoe-snapshots", device=state.device)
+            pacer.on_idle = store.pace
+        self.courier = Courier(membership.transport, pacer, "evermoe-snapshots", device=state.device)
         windows, copies = options.versions, options.copies
         schedule = copies.choices.schedule if copies.replication else None
-        self.bubbles = Bubbles(self.pacer, options.rank, options.stages, windows.profile_steps, state.device)
+        self.bubbles = Bubbles(pacer, options.rank, options.stages, windows.profile_steps, state.device)
         self.window_planner = WindowPlanner(
             self.bubbles, self.courier, store, membership, windows, schedule, windows.steps_per_version
         )
@@ -91,10 +91,8 @@ class PipelineRecovery(TrainingDriver):
         )
         self.windows = SparseWindows(state, store, self.localised, SliceChoice(windows.slices, store))
         self.experts = ChosenExperts(options, state, membership, self.window_planner)
-        self.replay = StageReplay(options, state, self.localised)
-        chosen = self.windows, self.experts, self.replay
-        memory = options.versions.snapshot_memory
-        rounds = Rounds(store, membership, self.courier, self.window_planner, memory, emit)
+        chosen = self.windows, self.experts, StageReplay(options, state, self.localised)
+        rounds = Rounds(store, membership, self.courier, self.window_planner, windows.snapshot_memory, emit)
         self.copies = StageCopies(options, store, membership, *chosen, self.window_planner, rounds, emit)
         self.connections = TorchConnections(options, membership, state.device)
         self.placement = StagePlacement(options, state, membership)
@@ -120,7 +118,7 @@ class PipelineRecovery(TrainingDriver):
 
     def end_copies(self) -> bool:
         """Wait for transfers in progress. Return whether the copies are complete on this rank."""
-        self.pacer.hurry("recovery")
+        self.bubbles.pacer.hurry("recovery")
         is_complete = self.copies.settle()
         self.connections.interrupt()
         return is_complete
@@ -164,7 +162,7 @@ class PipelineRecovery(TrainingDriver):
             decided=self.placement.decided,
             weights=self.windows.weights(),
             slices=choice.report(),
-            repeated=self.replay.report(),
+            repeated=self.copies.replay.report(),
             stops_at=self.stopped,
         )
         layout = _layout(self._group, mine, options.data_parallel_size, options.size)
@@ -172,7 +170,7 @@ class PipelineRecovery(TrainingDriver):
         self.stopped = min(ends, default=None)
         self.placement.learn(layout)
         self.windows.learn(self.placement.layout)
-        self.store.check_folder()
+        self.copies.store.check_folder()
         if options.expert_parallel:
             self.connections.connect_peers(self._state.layers.values())
 

@@ -48,8 +48,8 @@ class StageCopies(CopyMaker):
         rounds: Rounds,
         emit: Listener,
     ) -> None:
-        self._options, self._store, self._membership, self._windows = options, store, membership, windows
-        self._experts, self._replay, self._planner, self._rounds = experts, replay, planner, rounds
+        self._options, self.store, self._membership, self._windows = options, store, membership, windows
+        self._experts, self.replay, self._planner, self._rounds = experts, replay, planner, rounds
         self.first = FirstCopies([self], membership, emit)
         """The copies that a recovery makes."""
         self.version: int | None = None
@@ -87,14 +87,14 @@ class StageCopies(CopyMaker):
         self.first.drop_earlier_copies()
         self._windows.apply_choice(layout)
         planned = stage_bundles(self._options.copies.name, layout, self._options.copies.replication)
-        bundles = self._windows.arrange(self._replay.arrange(self._experts.arrange(planned), layout))
+        bundles = self._windows.arrange(self.replay.arrange(self._experts.arrange(planned), layout))
         self._copies, self._generation, self._protected = copies, generation, version
         in_background = self.first.begin_plan(
             copies, waits=waits or self._windows.are_used, has_room=not self.first.failed
         )
         kept = self._rounds.replace_arenas(bundles, generation, copies, in_background=in_background)
         self._experts.keep(kept)
-        self._replay.keep(kept, self._membership.everyone.rank, version)
+        self.replay.keep(kept, self._membership.everyone.rank, version)
         if self.first.may_arrive_later:
             self.version, self._stays = version, ()
             self.first.begin_copies(version)
@@ -134,8 +134,8 @@ class StageCopies(CopyMaker):
         if self._generation:
             self._experts.protected(self._protected)
             self._windows.choice.settle()
-            self._store.state.retained.release()
-            self._store.prune(self._generation)
+            self.store.state.retained.release()
+            self.store.prune(self._generation)
             self._copies, self._generation = NO_COPIES, 0
 
     # ---- versions
@@ -154,7 +154,7 @@ class StageCopies(CopyMaker):
         """Begin to copy the next slice of the state, which has this version after one more step."""
         if self.version is None:
             return
-        contents = self._replay.begin(version, self._stays)
+        contents = self.replay.begin(version, self._stays)
         self._planner.prepare_version(self._stays, contents.nbytes)
         due = self._windows.due(version - self.version)
         self._rounds.begin(version, due, stays=self._stays, contents=contents)
@@ -185,4 +185,4 @@ class StageCopies(CopyMaker):
 
     def close(self) -> None:
         """Leave the optimizer to the script. Nothing may be in flight."""
-        self._replay.end()
+        self.replay.end()

@@ -356,7 +356,7 @@ def count_tokens(chunks: nn.ModuleList, kept: dict[str, Any]) -> Tokens:
 def about_experts(copies: evermoe.PipelineSession, tokens: Tokens) -> dict[str, Any]:
     """Tokens in the step that is over; steps of the versions of experts in the memory of this node; digests."""
     stored: dict[str, list[int]] = {}
-    for each in copies._driver.store.stored():
+    for each in copies._driver.copies.store.stored():
         if "experts" in each.unit:
             stored.setdefault(each.unit, []).append(step_of(each.version))
     counted = tokens[copies.step - 1]
