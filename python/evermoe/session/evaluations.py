@@ -14,7 +14,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -40,6 +40,25 @@ Combine = Callable[[list[Any]], Any]
 """Combines the parts, in the order of ranks, to the result."""
 
 
+class _Progress(NamedTuple):
+    """Evaluations after a step, the same on all members that begin one: those that join take that of the others."""
+
+    step: int = -1
+    """Steps that were taken when the latest evaluation began."""
+    finished: int = 0
+    """Evaluations that were finished after that step."""
+    result: str = ""
+    """Result of the latest finished one as JSON, for members that have not finished it."""
+
+    def at(self, step: int) -> _Progress:
+        """Return the progress with which an evaluation after a step begins."""
+        return self if step == self.step else _Progress(step)
+
+    def finish(self, result: str) -> _Progress:
+        """Return the progress after one more evaluation."""
+        return _Progress(self.step, self.finished + 1, result)
+
+
 class Evaluations:
     """Collective work of the members that train between two steps.
 
@@ -62,15 +81,9 @@ class Evaluations:
         """Whether this member is in an evaluation now."""
         self._work: tuple[Work, Combine] | None = None
         """The evaluation that this member has to finish, repeated after a loss."""
-        self._step, self._finished = -1, 0
-        """Steps that were taken when the latest evaluation began, and how many were finished after that step.
-
-        The same on all members that begin one: those that join take the numbers of the others.
-        """
-        self._result = ""
-        """Result of the latest finished evaluation as JSON, for members that have not finished it."""
+        self._progress = _Progress()
         self._found = ""
-        """The same, for this member's script."""
+        """Result of the latest finished evaluation as JSON, for this member's script."""
         self._generation: int | None = None
         """Generation of the group in which this member trains."""
         self._inside: list[int] = []
@@ -122,8 +135,7 @@ class Evaluations:
         """
         if self._is_open:
             raise RuntimeError("an evaluation cannot be repeated by itself inside another one: call it after that")
-        if step != self._step:
-            self._step, self._finished = step, 0
+        self._progress = self._progress.at(step)
         self._work = work, combine
         try:
             with suppress(PeerLost):
@@ -212,7 +224,7 @@ class Evaluations:
                 self._meeting.meet(Purpose.STEP)
             except PeerLost as lost:
                 self._group.drop(str(lost))
-            self._step, self._finished = -1, 0
+            self._progress = _Progress()
         self._inside = []
 
     def check_goes_on(self, step: int) -> None:
@@ -227,7 +239,7 @@ class Evaluations:
 
     def step_taken(self) -> None:
         """Forget the latest result, as a step was taken."""
-        self._result = ""
+        self._progress = self._progress._replace(result="")
 
     # ---- a recovery
 
@@ -250,7 +262,7 @@ class Evaluations:
         if trains and self._work is None:
             pending = [each for each in trainers if each["is_pending"] and not _done(each, trainers)]
             latest = max(pending or trainers, key=lambda each: (each["step"], each["finished"]))
-            self._step, self._finished, self._result = latest["step"], latest["finished"], latest["result"]
+            self._progress = _Progress(latest["step"], latest["finished"], latest["result"])
 
     def _report(self) -> dict[str, Any]:
         return {
@@ -261,11 +273,9 @@ class Evaluations:
             "is_vain": self._meeting.is_vain,
             "is_pending": self._work is not None,
             "was_cut": self._was_cut,
-            "step": self._step,
-            "finished": self._finished,
-            "result": self._result,
             "stopped": self.stopped,
             "weights": self._substitute.name,
+            **self._progress._asdict(),
         }
 
     def resume(self, generation: int, step: int) -> None:
@@ -293,7 +303,7 @@ class Evaluations:
         elif purpose is Purpose.ALONE:
             self._meeting.meet(Purpose.NONE, UNLIMITED)
         else:
-            self._inside, self._step, self._finished = [], -1, 0
+            self._inside, self._progress = [], _Progress()
             self.stopped = step if purpose is Purpose.STOP else self.stopped
 
     # ---- one attempt
@@ -311,9 +321,8 @@ class Evaluations:
         except PeerLost as lost:
             self._group.drop(str(lost))
             raise
-        self._result = self._found = json.dumps(combine([each["part"] for each in parts if each is not None]))
-        self._finished += 1
-        self._work = None
+        self._found = json.dumps(combine([each["part"] for each in parts if each is not None]))
+        self._work, self._progress = None, self._progress.finish(self._found)
 
     def _begin(self) -> None:
         self._meeting.begin_evaluation()
