@@ -1,6 +1,6 @@
 """Types of the extension module; `src/python` is the source."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
 from typing import Any, Literal
 
@@ -666,8 +666,8 @@ def encode_promotion(id: str, job: str, generation: int | None = None, secret: S
     It is valid while `generation` is the newest of the members; without a generation it only asks who is present.
     """
 
-def encode_message(id: str, job: str, message: str, secret: Secret | None = None) -> str:
-    """Return the JSON of a member's report to the others, given a `protocol::Message` as JSON.
+def encode_message(id: str, job: str, message: Mapping[str, Any], secret: Secret | None = None) -> str:
+    """Return the JSON of a member's report to the others, given the fields of a `protocol::Message`.
 
     Raises:
         ValueError: the message is invalid.
@@ -689,15 +689,18 @@ class Protocol:
     """The commit protocol of one member as a state machine: `src/protocol/`, driven by `evermoe.session.protocol`.
 
     Args:
-        settings: JSON of `protocol::Settings`.
+        settings: the fields of `protocol::Settings`.
+
+    Raises:
+        ValueError: fields are missing, unknown or of a wrong type.
     """
 
-    def __init__(self, settings: str) -> None: ...
-    def handle(self, event: str) -> str:
-        """Handle an event given as JSON and return the JSON of the commands to execute.
+    def __init__(self, settings: Mapping[str, Any]) -> None: ...
+    def handle(self, event: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Handle an event, and return the commands to execute: fields as in `src/protocol/event.rs`.
 
         Raises:
-            ValueError: the event does not answer the current command; nothing changes.
+            ValueError: the event does not answer the current command, or its fields are wrong; nothing changes.
         """
     @property
     def version(self) -> int:

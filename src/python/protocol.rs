@@ -1,10 +1,11 @@
-//! Python bindings of [`crate::protocol`]. Events and commands are passed as JSON, so that recordings contain exactly
-//! what was executed.
+//! Python bindings of [`crate::protocol`]. Events and commands are passed as dictionaries of their fields, as in the JSON
+//! of recordings, which contain exactly what was executed. Messages between members are text.
 
 use crate::error::Error;
-use crate::protocol::{self, Event, Settings};
+use crate::protocol;
 use crate::python::secret::Secret;
 use pyo3::prelude::*;
+use pythonize::{depythonize, pythonize};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 pub(super) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
@@ -37,7 +38,12 @@ fn generation_of(version: u64) -> u64 {
 
 #[pyfunction]
 #[pyo3(signature = (id, job, message, secret=None))]
-fn encode_message(id: &str, job: &str, message: &str, secret: Option<&Secret>) -> PyResult<String> {
+fn encode_message(
+    id: &str,
+    job: &str,
+    message: &Bound<'_, PyAny>,
+    secret: Option<&Secret>,
+) -> PyResult<String> {
     let wrong = |why: String| Error::invalid(format!("this member's message: {why}"));
     Ok(protocol::encode_message(id, job, &read(message)?, secret.map(Secret::get)).map_err(wrong)?)
 }
@@ -86,20 +92,21 @@ impl Protocol {
     }
 }
 
-fn read<'a, T: serde::Deserialize<'a>>(text: &'a str) -> PyResult<T> {
-    Ok(serde_json::from_str(text).map_err(|error| Error::invalid(format!("protocol: {error} in {text}")))?)
+fn read<'a, T: serde::Deserialize<'a>>(value: &'a Bound<'_, PyAny>) -> PyResult<T> {
+    Ok(depythonize(value).map_err(|error| Error::invalid(format!("protocol: {error} in {value}")))?)
 }
 
 #[pymethods]
 impl Protocol {
     #[new]
-    fn new(settings: &str) -> PyResult<Self> {
-        Ok(Self(Mutex::new(protocol::Protocol::new(read::<Settings>(settings)?))))
+    fn new(settings: &Bound<'_, PyAny>) -> PyResult<Self> {
+        Ok(Self(Mutex::new(protocol::Protocol::new(read(settings)?))))
     }
 
-    fn handle(&self, event: &str) -> PyResult<String> {
-        let commands = self.lock().handle(read::<Event>(event)?)?;
-        serde_json::to_string(&commands).map_err(|error| Error::Internal(format!("protocol: {error}")).into())
+    fn handle<'py>(&self, event: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+        let read_event = read(event)?; // which may run Python code: not while the machine is locked
+        let commands = self.lock().handle(read_event)?;
+        Ok(pythonize(event.py(), &commands)?)
     }
 
     #[getter]

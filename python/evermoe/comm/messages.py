@@ -145,8 +145,7 @@ class Messages:
         message = message | {"hardware": self.hardware, "quarantined": self.quarantines.fields()}
         shared = {name: getattr(self._identity, name) for name in ("layout", "arithmetic")}
         shared["options"] = dict(self._identity.options)
-        text = json.dumps(shared | message)
-        return json.loads(_native.encode_message(self._id, self._identity.job, text, self._secret))
+        return json.loads(_native.encode_message(self._id, self._identity.job, shared | message, self._secret))
 
     def write_ended(self, member: str) -> dict[str, dict[str, Any]]:
         """Return the reports that a member's process has ended, by the names under which they are sent.

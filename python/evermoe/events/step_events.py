@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from evermoe.events.base_event import Event
 
@@ -201,10 +202,10 @@ class SampleSkipped(Event):
 class Protocol(Event):
     """An input of the commit protocol and the commands that it returned; tests replay them."""
 
-    said: str
-    """JSON of the input."""
-    commands: str
-    """JSON of the commands."""
+    said: dict[str, Any]
+    """Fields of the input."""
+    commands: list[dict[str, Any]]
+    """Fields of each command."""
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,9 @@ from evermoe._native import VersionSchedule
 from evermoe.comm.vote import Ballot
 
 Event = dict[str, Any]
-"""An event, as in `src/protocol/event.rs`."""
+"""The fields of an event, as in `src/protocol/event.rs`."""
+Command = dict[str, Any]
+"""The fields of a command, as in `src/protocol/event.rs`."""
 
 
 class Driver(ABC):

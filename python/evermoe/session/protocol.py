@@ -6,7 +6,6 @@ votes. The others are for a `Driver`: the session or the pipeline's session. The
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Callable
@@ -16,15 +15,15 @@ from evermoe import _native
 from evermoe.comm.membership import MembershipManager
 from evermoe.comm.vote import Ballot, cast
 from evermoe.errors import IslandLost, JobFinished, LeftBehind, PeerLost
-from evermoe.session.commands import Driver, Event
+from evermoe.session.commands import Command, Driver, Event
 from evermoe.session.rendezvous import Rendezvous
 from evermoe.state.version import step_of
 
 HELD = ("settle", "farewell")
 """Commands that end a job, which wait until the script asks for the next step."""
 
-Recorder = Callable[[str, str], None]
-"""Called with each event and the commands that follow, both as JSON."""
+Recorder = Callable[[Event, list[Command]], None]
+"""Called with each event and the commands that follow."""
 
 
 class CommitProtocol:
@@ -55,20 +54,18 @@ class CommitProtocol:
         generation: int = 0,
         on_record: Recorder = lambda event, commands: None,
     ) -> None:
-        settings = json.dumps(
-            {
-                "id": membership.id,
-                "trains": membership.role == "train",
-                "is_spare": membership.is_spare,
-                "members": members,
-                "is_fixed": is_fixed,
-                "allows_solo_resume": membership.allows_solo_resume,
-                "needs_majority": membership.lighthouses.are_several,
-                "join_interval": join_interval,
-                "rebalance_interval": rebalance_interval,
-                "generation": generation,
-            }
-        )
+        settings = {
+            "id": membership.id,
+            "trains": membership.role == "train",
+            "is_spare": membership.is_spare,
+            "members": members,
+            "is_fixed": is_fixed,
+            "allows_solo_resume": membership.allows_solo_resume,
+            "needs_majority": membership.lighthouses.are_several,
+            "join_interval": join_interval,
+            "rebalance_interval": rebalance_interval,
+            "generation": generation,
+        }
         self._machine = _native.Protocol(settings)
         self._driver, self._membership, self._on_record = driver, membership, on_record
         self._rendezvous = Rendezvous(driver, membership)
@@ -77,15 +74,15 @@ class CommitProtocol:
         self._join_wait, self._heard_at = join_wait, math.inf
         """Time since which this member knows of newcomers that the group has not admitted."""
         self._holds = False
-        self._held: tuple[str, dict[str, Any]] | None = None
-        """The command that waits for the script, and its fields."""
+        self._held: Command | None = None
+        """The command that waits for the script."""
         self.is_stepping = False
         """Whether the script has a step to compute."""
         self.has_left = False
         """Whether this member has left a job that is not over."""
         self._commands = self._all_commands()
         self._tell_membership()
-        on_record(settings, "[]")
+        on_record(settings, [])
 
     @property
     def version(self) -> int:
@@ -121,8 +118,8 @@ class CommitProtocol:
         if broken is not None and (self.is_ready or self._held):
             self.lose(broken)
         if self._held is not None:
-            (name, fields), self._held = self._held, None
-            self._advance(self._carry_out(name, fields))
+            held, self._held = self._held, None
+            self._advance(self._carry_out(**held))
         elif not self.is_stepping:
             self._advance({"event": "look", "until": until})
 
@@ -178,33 +175,32 @@ class CommitProtocol:
                 self._handle(heard)
             answer = None
             for command in self._handle(event):
-                answer = self._carry_out(command.pop("command"), command)
+                answer = self._carry_out(**command)
             event = answer
 
-    def _handle(self, event: Event) -> list[dict[str, Any]]:
+    def _handle(self, event: Event) -> list[Command]:
         if event["event"] == "lost":
             self.is_stepping = False
             self._membership.groups.start.lose()
-        said = json.dumps(event)
-        commands = self._machine.handle(said)
+        commands = self._machine.handle(event)
         self._tell_membership()
-        self._on_record(said, commands)
-        return json.loads(commands)
+        self._on_record(event, commands)
+        return commands
 
     def _tell_membership(self) -> None:
         self._membership.generation = self._machine.generation
         self._membership.established = self._machine.is_established
 
-    def _carry_out(self, name: str, fields: dict[str, Any]) -> Event | None:
-        if self._holds and name in HELD:
-            self._held = name, fields
+    def _carry_out(self, command: str, **fields: Any) -> Event | None:
+        if self._holds and command in HELD:
+            self._held = {"command": command} | fields
             return None
-        if name == "connect":
+        if command == "connect":
             self._heard_at = math.inf  # newcomers are in the new group
-        if name == "stop":
+        if command == "stop":
             self._stop(**fields)  # any exception ends the job, PeerLost too
         try:
-            return self._commands[name](**fields)
+            return self._commands[command](**fields)
         except PeerLost as lost:
             return {"event": "lost", "reason": str(lost)}
 

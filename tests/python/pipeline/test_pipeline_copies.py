@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 
@@ -74,7 +73,7 @@ def test_a_stage_whose_state_is_set_aside_is_lost_with_it(start_job, tmp_path):
 
 def protections(rank):
     """For each recovery of a rank whether its copies were complete before training continued."""
-    said = [json.loads(event["said"]) for event in rank.events("protocol")]
+    said = [event["said"] for event in rank.events("protocol")]
     return [each["is_whole"] for each in said if each.get("event") == "protected"]
 
 

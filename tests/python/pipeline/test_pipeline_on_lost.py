@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from support.harness import wait_until
@@ -28,7 +26,7 @@ def wait_for_calls(pipeline, count):
 
 def said(rank, event):
     """Events of one kind that a rank's protocol got."""
-    return [each for each in rank.events("protocol") if json.loads(each["said"]).get("event") == event]
+    return [each for each in rank.events("protocol") if each["said"].get("event") == event]
 
 
 def test_the_hook_is_called_once_before_another_process_comes(start_job):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import signal
 
@@ -216,7 +215,7 @@ def test_a_window_that_was_fetched_outlives_its_holder_before_there_are_new_copi
     last = pipeline.start(0)
     done = pipeline.finish()
     check(done, deep)
-    said = [json.loads(event["said"]) for event in second.events("protocol")]
+    said = [event["said"] for event in second.events("protocol")]
     assert [step_of(each["version"]) for each in said if each.get("event") == "restored"] == [4, 4], "in one recovery"
     assert recovered_at(second) == recovered_at(last) == [4]
     assert second.events("recovered")[0]["sources"]["peer"] == 0

@@ -113,8 +113,7 @@ class Worker:
 
     def has_met_members(self) -> bool:
         """Whether the Lighthouse has named it together with members that train."""
-        said = (json.loads(event["said"]) for event in self.events("protocol"))
-        met = (each for event in said for each in event.get("participants", []))
+        met = (each for event in self.events("protocol") for each in event["said"].get("participants", []))
         return any(each["standing"]["established"] for each in met)
 
     def signal(self, number: signal.Signals) -> None:
@@ -234,18 +233,18 @@ def check_protocol(workers: Iterable[Worker]) -> None:
             check_record(record)
 
 
-def check_record(record: list[tuple[str, str]]) -> None:
+def check_record(record: list[tuple[dict[str, Any], list[dict[str, Any]]]]) -> None:
     """Feeds what a member has recorded to the machine again, which must give the same commands.
 
     Args:
-        record: what `on_record` received, from the start.
+        record: what `on_record` received, from the start, as it was read from JSON.
 
     Raises:
         ValueError: the machine gives another command than the one that was carried out.
     """
     machine = _native.Protocol(record[0][0])
     for number, (event, commands) in enumerate(record[1:]):
-        found = machine.handle(event)
+        found = json.loads(json.dumps(machine.handle(event)))
         if found != commands:
             raise ValueError(f"event {number}, {event}: the protocol gives {found}, recorded was {commands}")
 

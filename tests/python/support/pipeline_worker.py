@@ -386,9 +386,9 @@ def note(options: Options, kept: dict[str, Any], event: evermoe.events.Event) ->
     if isinstance(event, evermoe.events.Verified):
         kept |= {"compared": event.digests_checked, "different": event.units}
     if event.name == "protocol":
-        if "sums" in (said := json.loads(event.said)):
-            kept["squares"] = Ballot.from_bits(said["sums"]).squares
-        for command in json.loads(event.commands):
+        if "sums" in event.said:
+            kept["squares"] = Ballot.from_bits(event.said["sums"]).squares
+        for command in event.commands:
             if command["command"] in ("vote", "protect"):
                 reach(options, f"{command['command']} {step_of(command['version'])}")
 

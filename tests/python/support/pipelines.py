@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import os
 import shutil
 
@@ -118,7 +117,7 @@ def run_undisturbed(folder, **options):
 
 def has_voted(worker, step):
     """Whether a rank has its own copies of this number of steps, and those that it keeps, and votes on the next one."""
-    commands = [each for event in worker.events("protocol") for each in json.loads(event["commands"])]
+    commands = [each for event in worker.events("protocol") for each in event["commands"]]
     return any(each["command"] == "vote" and step_of(each["version"]) == step for each in commands)
 
 

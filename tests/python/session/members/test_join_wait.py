@@ -32,7 +32,8 @@ def heard(job, *members):
             event["time"]
             for each in members
             for event in each.events("protocol")
-            if '"overheard"' in event["said"] and '"established": false' in event["said"]
+            if event["said"].get("event") == "overheard"
+            and any(not each["standing"]["established"] for each in event["said"]["participants"])
         ]
         if not found:
             job.open_gate(1 + min(each.events("gate")[-1]["step"] for each in members))

@@ -105,7 +105,7 @@ def test_member_that_hangs_leaves_in_time_all_the_same(start_job):
 def test_member_that_waits_for_others_ends_at_once(start_job):
     job = start_job(2, quorum_timeout=300.0)
     alone = job.start("a", steps=STEPS)
-    wait_until(lambda: any('"wait"' in each["commands"] for each in alone.events("protocol")), "it waits for others")
+    wait_until(lambda: alone.events("protocol", said={"event": "waited"}), "it waits for others")
     alone.signal(signal.SIGTERM)
     assert alone.join(10.0) == 143  # drain_timeout is 30 s
     assert "no step was completed" not in alone.log()

@@ -12,7 +12,7 @@ STEPS = 18
 
 def waits_for_its_island(worker):
     """Whether it has asked, and was left out."""
-    return any('"why":"island"' in event["commands"] for event in worker.events("protocol"))
+    return any(each.get("why") == "island" for event in worker.events("protocol") for each in event["commands"])
 
 
 def test_an_island_takes_part_completely_or_not_at_all(start_job):
