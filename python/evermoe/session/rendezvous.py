@@ -58,7 +58,7 @@ class Rendezvous:
         watch = self._membership.groups.watch
         if watch is not None and not is_intact and watch.awaits_slow([each["id"] for each in participants]):
             time.sleep(WAIT_SECONDS)
-            return {"event": "unanswered", "reason": "a process of this island is slow to ask", "named": None}
+            return {"event": "unanswered", "reason": "a process of this island is slow to ask"}
         return {
             "event": "quorum",
             "id": number,

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from functools import partial
+from types import SimpleNamespace
 
+from evermoe import _native
+from evermoe.session.rendezvous import Rendezvous
 from support.harness import wait_until
 from support.island_worker import start_process
 
@@ -53,3 +56,19 @@ def test_an_island_takes_part_completely_or_not_at_all(start_job):
     for position, both in enumerate([(a0, c0), (a1, c1)]):
         sums = [1.0 + position if 3 <= step < joined else 2.0 + 2 * position for step in range(STEPS)]
         assert [each.events("done")[0]["sums"] for each in both] == [sums, sums]
+
+
+def test_a_member_asks_again_while_a_process_of_its_island_is_slow_to_ask():
+    flags = ("is_spare", "is_fixed", "allows_solo_resume", "needs_majority")
+    numbers = {"members": 2, "join_interval": 1, "rebalance_interval": 0, "generation": 0}
+    machine = _native.Protocol({"id": "a", "trains": True} | dict.fromkeys(flags, False) | numbers)
+    membership = SimpleNamespace(
+        trainer_group=SimpleNamespace(broken=None),
+        begin_agreement=lambda: None,
+        request_members=lambda standing, is_intact: (1, []),
+        groups=SimpleNamespace(watch=SimpleNamespace(awaits_slow=lambda named: True)),
+    )
+    rendezvous = Rendezvous(SimpleNamespace(agreeing=lambda: None), membership)
+    (ask,) = machine.handle({"event": "look", "until": 1})
+    answer = rendezvous.ask(ask["standing"], ask["is_intact"])
+    assert [each["command"] for each in machine.handle(answer)] == ["drop", "ask"]
