@@ -59,7 +59,6 @@ MANY_ATTRIBUTES = {
     "RecoveryDriver": 20,
     "Replicas": 25,
     "Snapshots": 25,
-    "WindowPlanner": 27,
 }
 """Classes that set more, today, and how many."""
 TWINS = {

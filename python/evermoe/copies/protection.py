@@ -98,7 +98,7 @@ class Protection:
         }
         self._choose = in_memory.get(self.preset.selection)
         """Choice of experts for snapshots; None if the preset makes none."""
-        self.couriers = self.window_planner.couriers = self.replicas.courier, self.snapshots.courier
+        self.couriers = self.window_planner.speeds.couriers = self.replicas.courier, self.snapshots.courier
         """The threads that send."""
         self.copies_late = False  # see `Assignment`
         self._selected: set[str] | None = None
@@ -129,7 +129,7 @@ class Protection:
         self.settle()
         self.first.drop_earlier_copies()  # in case the previous recovery was interrupted
         group = self._membership.everyone
-        mine = member_info(self._membership, self.window_planner, self.options)
+        mine = member_info(self._membership, self.window_planner.speeds, self.options)
         everyone = gather_json(group, {"member": asdict(mine), "failed": self.first.failed})
         shared = None
         if group.rank == 0:  # a member that trains
@@ -299,8 +299,7 @@ class Protection:
 
     def sent_messages(self) -> list[Sent]:
         """Return the latest messages of this member's copies, for traces."""
-        every = [sent for courier in self.couriers for sent in list(courier.sent)]
-        return sorted(every, key=lambda sent: sent.start)
+        return sorted(self.window_planner.speeds.sent_messages(), key=lambda sent: sent.start)
 
     # ---- after a failure
 

@@ -18,8 +18,8 @@ from evermoe.config.placement import Placement
 from evermoe.copies.replay.part import parameters_of
 from evermoe.copies.replay.replicas import Replicas
 from evermoe.copies.snapshot.bundles import arena_sizes, room_for
+from evermoe.copies.snapshot.member_speeds import MemberSpeeds
 from evermoe.copies.snapshot.snapshots import planned_bundles
-from evermoe.copies.snapshot.window_plan import WindowPlanner
 from evermoe.events import CoverageChanged
 from evermoe.planning.placement import FewerReplicas, spread_over
 from evermoe.planning.protection import (
@@ -47,7 +47,7 @@ STATE_BUFFERS = 2
 """Memory of a replica's first state, in multiples of it: the state itself, and the messages that bring it."""
 
 
-def member_info(membership: MembershipManager, planner: WindowPlanner, options: CopyConfig) -> RankInfo:
+def member_info(membership: MembershipManager, speeds: MemberSpeeds, options: CopyConfig) -> RankInfo:
     """Return memory, role and measured times of this member."""
     nodes, rank = membership.nodes, membership.everyone.rank
     share = share_of_host_bytes(nodes, rank)
@@ -55,11 +55,11 @@ def member_info(membership: MembershipManager, planner: WindowPlanner, options: 
         spread_over(nodes, membership.domains, options.replication)[rank],
         1 << 62 if share is None else share,
         membership.role == "train",
-        planner.step_seconds,
-        planner.network_seconds,
+        speeds.step_seconds,
+        speeds.network_seconds,
         options.preset.group(ReplayedCopies).replay_log_bytes,
-        planner.link,
-        planner.host_speed or None,
+        speeds.link,
+        speeds.host or None,
     )
 
 

@@ -89,7 +89,7 @@ class ChosenExperts:
         sent = [nbytes[number] for number in self._numbers.values()]
         self._expert_bytes, self._all_bytes = max(sent, default=0), sum(sent)
         self._other_bytes = sum(nbytes.values()) - self._all_bytes
-        self._planner.optional = frozenset(self._numbers.values())
+        self._planner.versions.optional = frozenset(self._numbers.values())
 
     def taken(self, step: int, *, is_repeated: bool) -> None:
         """Count the tokens of the latest step.
@@ -147,7 +147,7 @@ class ChosenExperts:
 
         Measured, less the bytes of other units, and enough for one expert. Before a measurement see `budgets`.
         """
-        steps, given = self._planner.version_steps, self._options.remote_bytes_per_step
+        steps, given = self._planner.versions.steps, self._options.remote_bytes_per_step
         if given is not None:
             return given * steps
         measured = self._planner.budgets.remote

@@ -92,7 +92,7 @@ class PipelineRecovery(TrainingDriver):
         self.windows = SparseWindows(state, store, self.localised, SliceChoice(windows.slices, store))
         self.experts = ChosenExperts(options, state, membership, self.window_planner)
         chosen = self.windows, self.experts, StageReplay(options, state, self.localised)
-        rounds = Rounds(store, membership, self.courier, self.window_planner, windows.snapshot_memory, emit)
+        rounds = Rounds(store, membership, self.courier, self.window_planner.speeds, windows.snapshot_memory, emit)
         self.copies = StageCopies(options, store, membership, *chosen, self.window_planner, rounds, emit)
         self.connections = TorchConnections(options, membership, state.device)
         self.placement = StagePlacement(options, state, membership)
@@ -145,7 +145,7 @@ class PipelineRecovery(TrainingDriver):
         except PeerLost as lost:
             self._group.drop(str(lost))
             return
-        self.snapshot_schedule.begin_version(step_of(version), self.window_planner.version_steps)
+        self.snapshot_schedule.begin_version(step_of(version), self.window_planner.versions.steps)
 
     # ---- a recovery
 
@@ -231,7 +231,7 @@ class PipelineRecovery(TrainingDriver):
         self._emit(Copy(step_of(version)))
         layout, held = self.placement.layout, self.history.outcome.copies
         is_complete = self.copies.protect(layout, version, generation, held, waits=waits)
-        self.window_planner.divide_versions(self.windows.numbers, self.windows.steps)
+        self.window_planner.versions.divide_captures(self.windows.numbers, self.windows.steps)
         self.snapshot_schedule.restart(step_of(version))
         self.bubbles.restart(self.window_planner, step_of(version))
         return {"event": "protected", "is_whole": is_complete}

@@ -14,6 +14,7 @@ import evermoe
 from evermoe.comm.group import Group
 from evermoe.config.copies import CopyConfig
 from evermoe.copies.snapshot.bundles import Bundle
+from evermoe.copies.snapshot.version_division import VersionDivision
 from evermoe.errors import PeerLost
 from evermoe.pipeline.border_log import BorderLog
 from evermoe.pipeline.chosen_experts import ChosenExperts
@@ -253,7 +254,7 @@ def test_a_budget_is_for_experts_that_lack_copies():
     options = config(PipelineMoetion(remote_bytes_per_step=size))
     state, _, _ = make(options)
     membership = SimpleNamespace(trainer_group=Group(), side_group=Group())
-    planner = SimpleNamespace(version_steps=1, optional=frozenset())
+    planner = SimpleNamespace(versions=VersionDivision(1))
     experts = ChosenExperts(options, state, membership, planner)
     kept = [Bundle((0,), (f"{PATH}.0",)), Bundle((0, 2), (f"{PATH}.1",)), Bundle((0, 2), (f"{PATH}.2",))]
     experts.keep(kept)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from evermoe.comm.courier import Sent
-from evermoe.copies.snapshot import link, window_plan
+from evermoe.copies.snapshot import link, member_speeds
 from evermoe.copies.snapshot.link import MIN_SAMPLES
 from evermoe.planning.schedule import Link
 from support import worker
@@ -27,5 +27,5 @@ class FastLinkWorker(Worker):
             return FAST if len(sent) >= MIN_SAMPLES else default
 
         link.MIN_MESSAGE_BYTES, link.MAX_MESSAGE_BYTES = SMALLEST, LARGEST
-        window_plan.measure_link = fast_link  # type: ignore[assignment]
+        member_speeds.measure_link = fast_link  # type: ignore[assignment]
         worker.main(options)

@@ -14,6 +14,7 @@ from evermoe.copies.snapshot.rank_plan import RankReport
 from evermoe.copies.snapshot.snapshots import Snapshots
 from evermoe.copies.snapshot.window_plan import WindowPlanner
 from evermoe.planning.budgets import Budgets
+from evermoe.planning.schedule import DEFAULT_LINK
 from evermoe.planning.windows import Windows
 from support import worker
 from support.harness import Worker
@@ -67,12 +68,12 @@ class SlowLinkWorker(Worker):
             start(snapshots, *args)
             if before is not None and snapshots.rounds.current is not before:
                 nbytes = sum(kept.arena.payload_bytes for kept in before.own)
-                write("captured", nbytes=nbytes, seconds=before.capture_seconds)
+                write("captured", nbytes=nbytes, seconds=before.captures.seconds)
 
         def budgets_of_and_report(planner: WindowPlanner, reports: Sequence[RankReport]) -> Budgets:
             found = budgets_of(planner, reports)
             mine = reports[planner._group.rank]
-            link = None if mine.link == planner._default else mine.link[1]
+            link = None if mine.link == DEFAULT_LINK else mine.link[1]
             write("budgeted", budgets=found, link=link, step_seconds=Windows.from_json(mine.windows).step_seconds)
             return found
 

@@ -457,7 +457,7 @@ def _train(options: Options, record: Recorder) -> None:
             step=step.number,
             plans=pacing.plans,
             summary=pacing.summary,
-            seconds=pacing.step_seconds,
+            seconds=pacing.speeds.step_seconds,
             budgets=pacing.budgets,
         )
     profiler.detach()

@@ -8,10 +8,10 @@ from evermoe.comm.courier import Courier
 from evermoe.comm.membership import MembershipManager
 from evermoe.copies.snapshot.bundles import Bundle
 from evermoe.copies.snapshot.gpu_sources import GpuSources
+from evermoe.copies.snapshot.member_speeds import MemberSpeeds
 from evermoe.copies.snapshot.page_locks import PageLocks
 from evermoe.copies.snapshot.round import STATES, Contents, SnapshotRound
 from evermoe.copies.snapshot.store import SnapshotStore
-from evermoe.copies.snapshot.window_plan import WindowPlanner
 from evermoe.events.base_event import Listener
 from evermoe.presets import SnapshotMemory
 from evermoe.profile.memory import share_of_host_bytes
@@ -25,7 +25,7 @@ class Rounds:
         store: this node's arenas.
         membership: the members that take part.
         courier: sends and receives.
-        planner: plans when versions are sent; is notified of the speed of captures.
+        speeds: of this member; learns that of captures.
         memory: where snapshots of a GPU's state are made; see `evermoe.presets`.
         emit: of the session.
     """
@@ -35,12 +35,12 @@ class Rounds:
         store: SnapshotStore,
         membership: MembershipManager,
         courier: Courier,
-        planner: WindowPlanner,
+        speeds: MemberSpeeds,
         memory: SnapshotMemory,
         emit: Listener,
     ) -> None:
         self._store, self._membership, self._courier = store, membership, courier
-        self._planner, self._emit = planner, emit
+        self._speeds, self._emit = speeds, emit
         self.sources = store.sources = GpuSources(memory)
         """Used by captures from a GPU."""
         self._page_locks = PageLocks()
@@ -81,7 +81,7 @@ class Rounds:
     ) -> None:
         """Begin to copy the state, which is that of `version`. The arguments are those of `SnapshotRound`."""
         if self.current is not None:
-            self._planner.host_speed = self.current.captures.host_speed or self._planner.host_speed
+            self._speeds.host = self.current.captures.host_speed or self._speeds.host
         self.current = SnapshotRound(
             self._store, version, self._courier, bundles, self._emit, copies, stays, contents
         ).start()

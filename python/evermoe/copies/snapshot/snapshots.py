@@ -87,7 +87,8 @@ class Snapshots(Keeper):
         self.window_planner = WindowPlanner(
             StepSource(self.pacer), self.courier, store, membership, options.windows, policy, options.steps_per_version
         )
-        self.rounds = Rounds(store, membership, self.courier, self.window_planner, options.preset.snapshot_memory, emit)
+        speeds, memory = self.window_planner.speeds, options.preset.snapshot_memory
+        self.rounds = Rounds(store, membership, self.courier, speeds, memory, emit)
         self.snapshot_schedule = VersionSchedule()
         """Schedule of versions, where the copies of a step are made during the next one."""
         self.copies_late = False
@@ -296,7 +297,7 @@ class Snapshots(Keeper):
             if self.rounds.current is not None:
                 self._complete |= self.rounds.current.complete_steps
             self.rounds.begin(version, bundles, contents=HeldParts(self._store))
-            self.snapshot_schedule.begin_version(step_of(version), self.window_planner.version_steps)
+            self.snapshot_schedule.begin_version(step_of(version), self.window_planner.versions.steps)
             if self._blocks:
                 self.pacer.hurry()
                 self.wait_for_copies()

@@ -24,7 +24,8 @@ from evermoe.comm.group import Group
 from evermoe.comm.membership import MembershipManager
 from evermoe.copies.snapshot.frequency import lowered, steps_of
 from evermoe.copies.snapshot.held_parts import sent_parts
-from evermoe.copies.snapshot.link import measure_link, message_bytes
+from evermoe.copies.snapshot.link import message_bytes
+from evermoe.copies.snapshot.member_speeds import MemberSpeeds
 from evermoe.copies.snapshot.rank_plan import (
     Outgoing,
     RankReport,
@@ -32,11 +33,11 @@ from evermoe.copies.snapshot.rank_plan import (
     places_of,
     plan_of,
     segments_of,
-    sent_reports,
 )
 from evermoe.copies.snapshot.segments import Segments
 from evermoe.copies.snapshot.step_source import StepSource
 from evermoe.copies.snapshot.store import SnapshotStore
+from evermoe.copies.snapshot.version_division import VersionDivision
 from evermoe.planning.budgets import Budgets, budgets_of
 from evermoe.planning.schedule import DEFAULT_LINK, ChunkPlan, ChunkPolicy, Link, Memory
 from evermoe.planning.windows import Change, StepProfile, Windows, find_windows, has_changed
@@ -49,11 +50,33 @@ WARM_UP = 1
 """Steps after a change of membership that are not representative."""
 FIRST_LOOKS: tuple[int, ...] = (1, 2, 4, 8, 16)
 """Recorded steps after a change of membership after which a first plan is made, before the profile is complete."""
-RECENT = 32
-"""Minimum number of messages that measure the link: the latest half, or at least these. The first messages wait for
-memory that was never touched."""
 TOLERANCE = 0.05
 """Part of a step by which windows may change before a new plan is made."""
+
+
+class _ProfileTimes:
+    """Steps after which members plan, from what their pacers have recorded by then; the same on all members.
+
+    Args:
+        options: the schedule of profiles.
+    """
+
+    def __init__(self, options: IdleWindows) -> None:
+        self._options, self._base, self._looks = options, 0, FIRST_LOOKS
+
+    def restart(self, step: int, *, is_urgent: bool) -> None:
+        """Begin the first profile after this number of steps; if plans are not urgent, with one look at it only."""
+        self._base, self._looks = step, FIRST_LOOKS if is_urgent else FIRST_LOOKS[:1]
+
+    def is_complete_after(self, step: int) -> bool | None:
+        """Return whether the profile is complete after a step; None if no plan is scheduled then."""
+        steps, since = self._options.profile_steps, step - self._base - WARM_UP
+        if since < 0:
+            return None
+        number, place = divmod(since, self._options.profile_interval)
+        last = steps if number == 0 else steps + 1
+        is_look = number == 0 and place < last and place in self._looks
+        return place == last if place == last or is_look else None
 
 
 class WindowPlanner:
@@ -79,14 +102,10 @@ class WindowPlanner:
         policy: ChunkPolicy | None,
         fixed_steps: int | None = 1,
     ) -> None:
-        self.fixed_steps = fixed_steps
-        """Steps over which a version is sent from the next change of members on; None: the fewest that windows need."""
-        self.version_steps = fixed_steps or 1
-        """Steps over which the next version is sent; the same on all members."""
-        self._steps, self._pacer, self._store, self._membership = steps, steps.pacer, store, membership
+        self._steps, self._store, self._membership = steps, store, membership
         self._options, self._policy = options, policy
-        self._default = DEFAULT_LINK
-        self._base, self._looks = 0, FIRST_LOOKS
+        self._profiles, self.speeds = _ProfileTimes(options), MemberSpeeds(courier)
+        self.versions = VersionDivision(fixed_steps)
         self._reports: list[RankReport] = []
         self._is_settled = False
         """Whether the plan is that of a complete profile of these members."""
@@ -94,32 +113,14 @@ class WindowPlanner:
         """Whether the latest windows are those of a complete profile."""
         self.windows: Windows | None = None
         """Windows of this member's network, as copies use them now; None before the first profile."""
-        self.step_seconds: float | None = None
-        """Seconds of a step, from the latest profile, also one of earlier members."""
-        self.network_seconds: float | None = None
-        """Idle seconds of this member's network in a step, from the same profile."""
-        self.link: tuple[float, float] | None = None
-        """Measured latency and bytes per second of this member's link; None before enough messages were sent."""
-        self.couriers: Sequence[Courier] = [courier]
-        """Couriers whose messages measure the link, and appear in traces."""
-        self.host_speed = 0.0
-        """Bytes per second of the latest capture."""
         self.budgets = Budgets()
         """Bytes that copies can take in a step, by the latest profile of these members; the same on all."""
         self.summary = ""
         """Summary of the plan of the slowest member."""
         self.plans = 0
         """Number of plans so far."""
-        self.numbers: Sequence[int] = ()
-        """Per bundle, the step of a version in which it is captured and sent; empty if all are captured at once."""
-        self.optional: Collection[int] = ()
-        """Bundles that a version may omit: it is sent over the fewest steps that the others need."""
-        self._left_out: Collection[int] = ()
-        """Bundles that the latest version omits."""
-        self._other_bytes: Mapping[int, int] = {}
-        """Bytes of the bundles that the latest version sends in another form than their state."""
-        store.chunk_bytes, courier.in_flight = self._message_bytes(self._default), options.copy_buffers
-        courier.link = self._default
+        store.chunk_bytes, courier.in_flight = self._message_bytes(DEFAULT_LINK), options.copy_buffers
+        courier.link = DEFAULT_LINK
 
     @property
     def _group(self) -> Group:
@@ -139,21 +140,21 @@ class WindowPlanner:
         Raises:
             PeerLost: another member is lost.
         """
-        self._steps.until_vote, self._looks = until_vote, FIRST_LOOKS if is_urgent else FIRST_LOOKS[:1]
-        self._base, self._reports, self.windows, self._is_settled = step, [], None, False
-        self._left_out, self._other_bytes = (), {}
-        self.version_steps, self.budgets = self.fixed_steps or 1, Budgets()
+        self._steps.until_vote = until_vote
+        self._profiles.restart(step, is_urgent=is_urgent)
+        self.versions.restart()
+        self._reports, self.windows, self._is_settled, self.budgets = [], None, False, Budgets()
         self._store.segments = None
-        self._pacer.expect_windows({})
+        self._steps.pacer.expect_windows({})
         if self._policy is not None and self._is_used:
-            self._pacer.record_steps(self._options.profile_steps, WARM_UP)
-            self._carry_over(self._policy)
+            self._steps.pacer.record_steps(self._options.profile_steps, WARM_UP)
+            self._carry_over(step, self._policy)
 
     @property
     def _is_used(self) -> bool:
         return self._group.size > 1 and self._options.profile_steps > 0
 
-    def _carry_over(self, policy: ChunkPolicy) -> None:
+    def _carry_over(self, step: int, policy: ChunkPolicy) -> None:
         """Plan by the previous windows of the members; newcomers get windows as `StepSource.inherit` says."""
         mine = self._steps.known(self._group.rank)
         reports, self.knows_pace = self._steps.inherit(
@@ -163,7 +164,7 @@ class WindowPlanner:
             knows_pace=self.knows_pace,
         )
         if any(report.windows for report in reports):
-            self._adopt(reports, policy, self._base, "; by the previous windows", paces=True)
+            self._adopt(reports, policy, step, "; by the previous windows", paces=True)
 
     def after(self, step: int) -> None:
         """Plan from the latest steps, if scheduled after this step, the same on all members. Collective.
@@ -171,13 +172,11 @@ class WindowPlanner:
         Raises:
             PeerLost: another member is lost.
         """
-        steps, since = self._options.profile_steps, step - self._base - WARM_UP
-        if self._policy is None or not self._is_used or since < 0:
+        if self._policy is None or not self._is_used:
             return
-        number, place = divmod(since, self._options.profile_interval)
-        last = steps if number == 0 else steps + 1
-        if place == last or (number == 0 and place < last and place in self._looks):
-            self._consider(step, self._policy, is_complete=place == last)
+        is_complete = self._profiles.is_complete_after(step)
+        if is_complete is not None:
+            self._consider(step, self._policy, is_complete=is_complete)
 
     def _consider(self, step: int, policy: ChunkPolicy, *, is_complete: bool) -> None:
         """Plan if the recorded steps differ from the plan; by a first complete profile in any case."""
@@ -188,9 +187,7 @@ class WindowPlanner:
                 return
             self._is_settled = self.knows_pace = is_complete
             if reports[self._group.rank].windows:
-                mine = Windows.from_json(reports[self._group.rank].windows)
-                idle = [window.seconds for window in mine.windows if window.resource == "network"]
-                self.step_seconds, self.network_seconds = mine.step_seconds, sum(idle)
+                self.speeds.note_profile(Windows.from_json(reports[self._group.rank].windows))
             why = f"; planned again, because of {changed[0]}" if changed else ""
             self._adopt(reports, policy, step, why, paces=is_complete)
 
@@ -206,7 +203,7 @@ class WindowPlanner:
     def _budgets(self, reports: Sequence[RankReport]) -> Budgets:
         trainers = [report for report in reports if report.windows]
         seconds = max((Windows.from_json(report.windows).step_seconds for report in trainers), default=0.0)
-        links = [None if report.link == self._default else report.link[1] for report in trainers]
+        links = [None if report.link == DEFAULT_LINK else report.link[1] for report in trainers]
         return budgets_of(seconds, links, [report.host_speed or None for report in trainers])
 
     def _gather(self, steps: Sequence[StepProfile], starts: Sequence[float]) -> list[RankReport]:
@@ -218,14 +215,10 @@ class WindowPlanner:
         return self._exchange(windows, [start + offset for start in starts], "" if change is None else change.summary)
 
     def _exchange(self, windows: str, starts: list[float], changed: str = "") -> list[RankReport]:
-        every = [each for courier in self.couriers for each in list(courier.sent)]
-        every.sort(key=lambda each: each.end)
-        link = measure_link(every[-max(RECENT, len(every) // 2) :], self._default)
-        if link != self._default:
-            self.link = link.alpha, link.beta
+        link = self.speeds.measure_link()
         is_on_gpu = any(device.type == "cuda" for device in self._store.state.devices())
         mine = RankReport(
-            windows, starts, changed, (link.alpha, link.beta), self._outgoing(), self.host_speed, is_on_gpu
+            windows, starts, changed, (link.alpha, link.beta), self._outgoing(), self.speeds.host, is_on_gpu
         )
         if self._reports and not changed and mine.outgoing:
             bundles = (sum(each.parts[-1]) if each.parts else each.table for each in mine.outgoing)
@@ -248,26 +241,25 @@ class WindowPlanner:
         `paces`: whether to choose the steps of a version again, too.
         """
         rank, reports = self._group.rank, self._reports
-        if self.fixed_steps is None and paces:
+        if self.versions.fixed_steps is None and paces:
             alone = 1
             if self.knows_pace and self.windows is not None:
-                sent = sent_reports(self._reports, self.optional, self._other_bytes)
+                sent = self.versions.reports_of_smallest(reports)
                 needed = plan_of(rank, sent, policy, self._memory(sent[rank]), None)
                 alone = steps_of(needed.reason, self.windows.step_seconds, reports[rank].pace)
-            self.version_steps = max(gather_json(self._group, alone))
+            self.versions.steps = max(gather_json(self._group, alone))
         plans = self._divide(policy)
-        for courier in self.couriers:
-            courier.link = Link(*reports[rank].link)
+        self.speeds.use_link(Link(*reports[rank].link))
         mine = [0.0, 0, ""]
         if self.windows is not None and rank in plans:
-            self._pacer.expect_windows(places_of(self.windows))
+            self._steps.pacer.expect_windows(places_of(self.windows))
             reason = max((plan.reason for plan, _ in plans[rank]), key=lambda each: each.delay_seconds)
-            is_done = self.fixed_steps is None and self.knows_pace
+            is_done = self.versions.fixed_steps is None and self.knows_pace
             said = lowered(reason, self.windows.step_seconds, reports[rank].pace, is_done=is_done)
             if reports[rank].waits_for_host:
-                said += f"; messages keep pace with the copy from GPU to host, {self.host_speed / 1e6:.3g} MB/s"
+                said += f"; messages keep pace with the copy from GPU to host, {self.speeds.host / 1e6:.3g} MB/s"
             words = f"{reason}{said}"
-            if self.numbers:
+            if self.versions.numbers:
                 words = f"of {len(plans[rank])} slices, each as a version in a step, the largest: {reason}"
             mine = [reason.delay_seconds, reason.steps_per_version, f"{words} (rank {rank})"]
         everyone = gather_json(self._group, mine)
@@ -278,24 +270,12 @@ class WindowPlanner:
         """Plan the next version, the same on all members.
 
         Args:
-            left_out: some of the `optional` bundles, which the version omits.
+            left_out: some of the optional bundles of `versions`, which the version omits.
             other_bytes: bytes of the bundles that it sends in another form than their state.
         """
-        if (left_out, other_bytes) != (self._left_out, self._other_bytes):
-            self._left_out, self._other_bytes = left_out, other_bytes
-            if self._reports and self._policy is not None:
-                self._divide(self._policy)
-
-    def divide_versions(self, numbers: Sequence[int], steps: int) -> None:
-        """Capture and send each version over some steps, from the next `restart` on.
-
-        Args:
-            numbers: as the attribute.
-            steps: of a version.
-        """
-        if numbers or self.numbers:
-            self.fixed_steps = steps if numbers else None
-        self.numbers = numbers
+        has_changed = self.versions.prepare_version(left_out, other_bytes)
+        if has_changed and self._reports and self._policy is not None:
+            self._divide(self._policy)
 
     @property
     def bytes_per_step(self) -> int:
@@ -315,7 +295,7 @@ class WindowPlanner:
 
     def _divide(self, policy: ChunkPolicy) -> dict[int, list[tuple[ChunkPlan, list[Outgoing]]]]:
         """Divide what this rank sends and receives from now on into segments; return the plans, by sender."""
-        rank, reports = self._group.rank, sent_reports(self._reports, self._left_out, self._other_bytes)
+        rank, reports = self._group.rank, self.versions.reports_of_version(self._reports)
         is_sender = [
             report.windows and (s == rank or rank in peers_of(report.outgoing)) for s, report in enumerate(reports)
         ]
@@ -334,11 +314,7 @@ class WindowPlanner:
         self, sender: int, reports: Sequence[RankReport], policy: ChunkPolicy
     ) -> list[tuple[ChunkPlan, list[Outgoing]]]:
         """Return a sender's plans and what each sends: one plan for a version, or one for each step of a capture."""
-        outgoing, steps = reports[sender].outgoing, self.version_steps
-        parts = [outgoing]
-        if self.numbers:
-            by_step = ([each for each in outgoing if self.numbers[each.bundle] == step] for step in range(steps))
-            parts, steps = [part for part in by_step if part] or [outgoing], 1
+        parts, steps = self.versions.divide(reports[sender].outgoing)
         found = []
         for part in parts:
             adjusted = [replace(each, outgoing=part) if s == sender else each for s, each in enumerate(reports)]
@@ -347,5 +323,4 @@ class WindowPlanner:
 
     def write_trace(self, path: str | Path) -> None:
         """Write this member's latest profiled steps, its windows and its copies: see `StepSource.write_trace`."""
-        sent = [each for courier in self.couriers for each in list(courier.sent)]
-        self._steps.write_trace(path, self.windows, sent, self._group.rank)
+        self._steps.write_trace(path, self.windows, self.speeds.sent_messages(), self._group.rank)
