@@ -58,7 +58,6 @@ MANY_ATTRIBUTES = {
     "Pacer": 21,
     "RecoveryDriver": 20,
     "Replicas": 25,
-    "Snapshots": 25,
 }
 """Classes that set more, today, and how many."""
 TWINS = {

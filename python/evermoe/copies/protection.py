@@ -161,8 +161,8 @@ class Protection:
             self.state.late.finish()  # what is retained of it is given up with the earlier copies
         for keeper in self.keepers:
             keeper.replan(assignment)
-        if self.snapshots.missing:
-            self.plan = without_copies(self.plan, self.snapshots.missing)
+        if self.snapshots.bundles.missing:
+            self.plan = without_copies(self.plan, self.snapshots.bundles.missing)
         coverage = self._covered = planned_coverage(self.plan, self.active, ranks)
         if group.rank == 0:
             log_plan(self.plan, self.active, ranks, self.options, coverage)

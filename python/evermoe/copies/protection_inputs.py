@@ -19,7 +19,7 @@ from evermoe.copies.replay.part import parameters_of
 from evermoe.copies.replay.replicas import Replicas
 from evermoe.copies.snapshot.bundles import arena_sizes, room_for
 from evermoe.copies.snapshot.member_speeds import MemberSpeeds
-from evermoe.copies.snapshot.snapshots import planned_bundles
+from evermoe.copies.snapshot.planned_bundles import planned_bundles
 from evermoe.events import CoverageChanged
 from evermoe.planning.placement import FewerReplicas, spread_over
 from evermoe.planning.protection import (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from evermoe.copies.snapshot.store import SnapshotStore
 
 
 class PreviousEpochSnapshots:
@@ -11,24 +11,28 @@ class PreviousEpochSnapshots:
     Until then a crash of all processes needs them: only together do the members have all units, at one version.
 
     Args:
-        prune: removes them on this member.
+        store: this node's arenas.
     """
 
-    def __init__(self, prune: Callable[[], None]) -> None:
-        self._prune = prune
+    def __init__(self, store: SnapshotStore) -> None:
+        self._store, self._generation = store, 0
         self._are_needed = self._are_complete = False
         self.are_replaced = False
         """Whether their replacements are under way."""
 
-    def reset(self) -> None:
-        """Reset the decision, since the members change: a new one follows."""
+    def restart(self, generation: int) -> None:
+        """Restart, since the members change: they are of this generation now, and decide again."""
+        self._generation = generation
+        self._reset()
+
+    def _reset(self) -> None:
         self._are_needed = self.are_replaced = self._are_complete = False
 
     def release(self, *, are_needed: bool) -> None:
         """The copies of a plan are complete, except for its local snapshots if the previous ones are needed."""
         self._are_needed = are_needed
         if not are_needed:
-            self._prune()
+            self._store.prune(self._generation)
 
     def replace(self) -> None:
         """Record that all members have begun the replacements."""
@@ -42,5 +46,5 @@ class PreviousEpochSnapshots:
     def give_up(self) -> None:
         """Remove the previous snapshots if members have reported complete replacements in the passed vote."""
         if self._are_complete:
-            self.reset()
-            self._prune()
+            self._reset()
+            self._store.prune(self._generation)
