@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
+from torch._utils import _flatten_dense_tensors
 
-from evermoe.comm.arrivals import Sent
 from evermoe.comm.collectives import ExpertReducer, Slice, reduce_to_owners, sum_flat, write_parts
 from evermoe.comm.group import Group
 from evermoe.moe.experts import Experts
@@ -120,13 +120,12 @@ class BucketSum:
 
     Args:
         bucket: the bucket.
-        gradients: of its parameters; missing ones count as zeros.
+        gradients: of its parameters, by their ids; missing ones count as zeros.
         in_place: whether these tensors may be written before `put`.
     """
 
-    def __init__(self, bucket: Bucket, gradients: Sequence[Sent], *, in_place: bool) -> None:
-        self._bucket, self._in_place = bucket, in_place
-        self._gradients = {id(each.parameter): each.gradient for each in gradients}
+    def __init__(self, bucket: Bucket, gradients: Mapping[int, Tensor | None], *, in_place: bool) -> None:
+        self._bucket, self._gradients, self._in_place = bucket, gradients, in_place
         self.flats: list[Tensor] = []
         """Sums `[n]` of the gradients that all ranks step, by type."""
         self.divided_flats: list[tuple[Tensor, int]] = []
@@ -140,9 +139,9 @@ class BucketSum:
         self._parts: list[tuple[Slice, Tensor]] = []
         """Sums that are not written to the experts' gradients yet."""
 
-    def _of(self, parameter: Tensor) -> Tensor:
-        gradient = self._gradients[id(parameter)]
-        return torch.zeros_like(parameter) if gradient is None else gradient
+    def _of(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+        found = [(each, self._gradients[id(each)]) for each in parameters]
+        return [torch.zeros_like(each) if gradient is None else gradient for each, gradient in found]
 
     def sum_divided(self, group: Group) -> None:
         """Sum the gradients of the parts of parameters; collective.
@@ -151,7 +150,7 @@ class BucketSum:
             group: the ranks of this member's position.
         """
         for parameters, copies in zip(self._bucket.divided, self._bucket.copies, strict=True):
-            flat = torch.cat([self._of(each).reshape(-1) for each in parameters])
+            flat = _joined(self._of(parameters))
             self.extremes += extremes([flat])
             sum_flat(flat, group)
             self.divided_flats.append((flat, copies))
@@ -164,10 +163,9 @@ class BucketSum:
             flags: any values `[n]`, summed with them, maybe in place; the same number on all ranks.
         """
         for parameters in self._bucket.replicated:
-            some = parameters[0]
-            pieces = [self._of(each).reshape(-1) for each in parameters]
-            length = sum(map(len, pieces))
-            flat = torch.cat(pieces if flags is None else [*pieces, _like(flags, some)])
+            pieces = self._of(parameters)
+            flat = _joined(pieces if flags is None else [*pieces, _like(flags, parameters[0])])
+            length = len(flat) - (0 if flags is None else len(flags))
             self.extremes += extremes([flat[:length]])
             sum_flat(flat, group)
             self.flats.append(flat[:length])
@@ -176,7 +174,7 @@ class BucketSum:
         if flags is not None:
             self.flags = group.all_reduce(flags)
         if any(self._bucket.owned_R):
-            gradients_R = [[self._of(each) for each in parameters] for parameters in self._bucket.owned_R]
+            gradients_R = [self._of(parameters) for parameters in self._bucket.owned_R]
             self.extremes += extremes([each for gradients in gradients_R for each in gradients])
             self._owned = gradients_R[group.rank]
             if not self._in_place:
@@ -187,7 +185,7 @@ class BucketSum:
         """Sum the gradients of experts over their hosts; collective."""
         if self._bucket.reducer.is_empty:
             return
-        self._experts = [self._of(each) for each in self._bucket.experts]
+        self._experts = self._of(self._bucket.experts)
         if self._in_place:
             self._bucket.reducer.reduce(self._experts, group)
         else:
@@ -205,9 +203,9 @@ class BucketSum:
         for parameters, flat in sums:
             for each, part in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
                 if id(each) in present and each.is_contiguous():
-                    each.grad = part.view_as(each)
+                    each.grad = part if each.dim() == 1 else part.view_as(each)
                 elif id(each) in present:
-                    each.grad = self._of(each).copy_(part.view_as(each))
+                    each.grad = self._of([each])[0].copy_(part.view_as(each))
         for each, total in zip(self._bucket.owned_R[rank], self._owned, strict=True):
             each.grad = total if id(each) in present else None
         for owner, parameters in enumerate(self._bucket.owned_R):
@@ -218,6 +216,11 @@ class BucketSum:
             if id(each) in present:
                 each.grad = total
         self._gradients, self._parts, self._experts = {}, [], []
+
+
+def _joined(tensors: list[Tensor]) -> Tensor:
+    """Return a copy of all elements, `[n]`: without a view for each in Python, as there are many."""
+    return _flatten_dense_tensors(tensors) if len(tensors) > 1 else torch.cat([tensors[0].reshape(-1)])
 
 
 def _like(values: Tensor, other: Tensor) -> Tensor:

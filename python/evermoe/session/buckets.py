@@ -134,7 +134,8 @@ class Buckets:
         self._arrivals.begin_backward()
 
     def _send(self, number: int, gradients: list[Sent]) -> None:
-        self._begin_sum(BucketSum(self._buckets[number], gradients, in_place=False))
+        by_id = {id(each.parameter): each.gradient for each in gradients}
+        self._begin_sum(BucketSum(self._buckets[number], by_id, in_place=False))
 
     def _begin_sum(self, total: BucketSum) -> None:
         self._sums.append(total)
@@ -147,7 +148,7 @@ class Buckets:
             total.sum_divided(self._position_group)
 
     def _sum_now(self, bucket: Bucket) -> BucketSum:
-        return BucketSum(bucket, [Sent.of(each) for each in bucket.parameters], in_place=True)
+        return BucketSum(bucket, {id(each): each.grad for each in bucket.parameters}, in_place=True)
 
     def _run(self, collective: Callable[[Group], None]) -> None:
         work = partial(collective, self._background.group)

@@ -71,10 +71,9 @@ class SquareSum:
         width = 1 if state.shards is None else state.shards.island.size
         island, islands = rank // width, max(1, size // width)
         copies_of = {} if state.shards is None else state.shards.copies
-        counted = [n % islands == island if id(p) in copies_of else n % size == rank for n, p in enumerate(state.dense)]
-        dense = [
-            p for p, is_mine in zip(state.dense, counted, strict=True) if id(p) in owned or (flats is None and is_mine)
-        ]
+        every = state.dense if owned or flats is None else []  # the flats have all others
+        counted = [n % islands == island if id(p) in copies_of else n % size == rank for n, p in enumerate(every)]
+        dense = [p for p, is_mine in zip(every, counted, strict=True) if id(p) in owned or (flats is None and is_mine)]
         dense = [p for p in dense if p.grad is not None and (wanted is None or id(p) in wanted)]
         parts = [p.grad for p in dense if p.grad is not None]
         self._hosts = [copies_of.get(id(p), 1) for p in dense]
