@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import logging
-import math
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 
 from evermoe import _native
-from evermoe.comm.batch_read import BatchRead
+from evermoe.comm.activity import READS, Activity
 from evermoe.comm.group import Group
-from evermoe.comm.hang_reports import HangReports
 from evermoe.comm.nccl import Nccl
-from evermoe.comm.own_time import OwnTime
 from evermoe.comm.reachability import Reachability
 from evermoe.comm.waits import EXCESS
 from evermoe.process.native_calls import native_call
@@ -28,8 +24,6 @@ BACKOFF = 10
 """Backoff, in hang timeouts, of a member for which others have waited in vain; doubled each further time."""
 CLOCK_CHECKS = 8
 """Checks for a wall clock that was set back, and for a long read of a batch, per hang timeout."""
-READS = 1 << 63
-"""Bit that is flipped in the epoch which a member answers to probes while it computes: it reads its batch just then."""
 GPU_CHECK = 0.5
 """Most seconds between two checks whether a communicator of NCCL has ended."""
 LONG_READ = 0.5
@@ -39,7 +33,7 @@ SET_BACK_SECONDS = 1.0
 
 
 class FailureDetector:
-    """Probes the other members of a group, and publishes whether this member computes or waits.
+    """Probes the other members of a group, and ends the waits for a silent one.
 
     Args:
         reach: this member's probe server and the addresses of the others'.
@@ -67,21 +61,14 @@ class FailureDetector:
         self._detector: _native.FailureDetector | None = None
         self._threads: list[threading.Thread] = []
         self._is_over = threading.Event()
-        self._read = BatchRead()
-        self.reports = HangReports(self._groups, hang_timeout)
+        self.activity = Activity(reach, self._groups, hang_timeout)
         self._members: dict[str, str] = {}
-        self._epoch = 0
         self.silent: list[str] = []
         """Members that no longer answer, by id."""
         self.late = ""
         """Members for which the others waited in vain in the latest group, as text for users."""
-        self._is_training = self._is_waiting = False
-        self.own_time = OwnTime()
-        """Time of the training thread, apart from its waits for others."""
         self._waited_for_me: str | None = None
         self._times_left_out = 0
-        for group in self._groups:
-            group.on_wait = self._on_wait
 
     def begin_watch(self, epoch: int, members: Mapping[str, str], first: int) -> None:
         """Begin to probe the other members of a new group.
@@ -94,9 +81,8 @@ class FailureDetector:
         self.end_watch()
         for group in self._all_groups():
             group.timed_out = False
-        self.own_time.latest_wait = math.inf
-        self._epoch, self._members = epoch, dict(members)
-        self._reach.set_status()
+        self._members = dict(members)
+        self.activity.begin_epoch(epoch)
         following = list(members.items())
         following = (following[first:] + following[:first])[:MAX_WATCHED]
         self._detector = self._reach.start_detector(dict(following), epoch, self._limit)
@@ -108,32 +94,9 @@ class FailureDetector:
         for thread in self._threads:
             thread.start()
 
-    def begin_step(self) -> None:
-        """Publish that this member computes, so that others may have to wait for it."""
-        if not self._is_training:
-            self._is_training = True
-            self.reports.note(computes=True)
-            self._reach.set_computes(self._epoch)
-
-    @contextmanager
-    def reading(self, on_long: Callable[[float], None]) -> Iterator[None]:
-        """Publish that this member reads its batch, so that those that wait for it learn the reason.
-
-        Args:
-            on_long: called in another thread with the seconds so far, once, if the read takes half of `hang_timeout`.
-        """
-        self._read.begin_read(on_long)
-        self._set_computes()
-        try:
-            yield
-        finally:
-            self._read.end_read()
-            self._set_computes()
-
     def end_watch(self) -> None:
         """Stop probing."""
-        self._is_training = False
-        self.reports.note(computes=False)
+        self.activity.end()
         if self._detector is not None:
             self._detector.stop()
             self._is_over.set()
@@ -146,12 +109,12 @@ class FailureDetector:
         """Find out which members of a broken group still answer, and which have waited for which."""
         if self._detector is None:
             return
-        gave_up = any(group.timed_out for group in self._all_groups())
-        self._reach.set_status(gave_up=self._epoch if gave_up else 0)
+        gave_up, epoch = any(group.timed_out for group in self._all_groups()), self.activity.epoch
+        self._reach.set_status(gave_up=epoch if gave_up else 0)
         self._reach.probe_group(self._members, self.silent)
         answers = self._reach.answers
         if gave_up:
-            how = {self._epoch: "", self._epoch ^ READS: ", which reads its batch from its loader"}
+            how = {epoch: "", epoch ^ READS: ", which reads its batch from its loader"}
             late = {
                 each: f"{each} at {self._members[each]}{how[computes]}"
                 for each, (computes, _) in answers.items()
@@ -160,9 +123,9 @@ class FailureDetector:
             self.late = ", ".join(late.values())
             if late:  # they learn it from this member's probe server
                 logger.warning("waited %g s for %s: the others continue without it", self._hang_timeout, self.late)
-            self.reports.log_reports(list(late), list(self._members))
-        elif self.own_time.latest_wait < AT_ONCE and self._waited_for_me is None:
-            self._waited_for_me = next((each for each, (_, epoch) in answers.items() if epoch == self._epoch), None)
+            self.activity.reports.log_reports(list(late), list(self._members))
+        elif self.activity.own_time.latest_wait < AT_ONCE and self._waited_for_me is None:
+            self._waited_for_me = next((each for each, (_, given_up) in answers.items() if given_up == epoch), None)
         self.end_watch()
 
     def backoff_seconds(self) -> float:
@@ -183,23 +146,6 @@ class FailureDetector:
         self._on_left_out()
         return seconds
 
-    def _on_wait(self, begins: bool, has_succeeded: bool = True) -> None:
-        if begins:
-            self.own_time.begin_wait()
-        else:
-            self.own_time.end_wait()
-        self._is_waiting = begins
-        self.reports.note(computes=self._is_training and not begins)
-        # A member whose wait failed still counts as waiting; one that begins a wait after the others timed out is late.
-        # So the status from when the group broke stays, even if another wait ends later.
-        if has_succeeded:
-            self._set_computes()
-
-    def _set_computes(self) -> None:
-        """Publish whether this member computes, and reads its batch at that."""
-        if self._is_training and self._groups[0].broken is None:
-            self._reach.set_computes(0 if self._is_waiting else self._epoch ^ (READS if self._read.is_on else 0))
-
     def _wait(self, detector: _native.FailureDetector) -> None:
         self.silent, has_ended, gave_up = detector.wait()
         with native_call():
@@ -213,8 +159,8 @@ class FailureDetector:
         """
         pause = self._hang_timeout / CLOCK_CHECKS
         while not is_over.wait(min(pause, GPU_CHECK) if self._communicators() else pause):
-            self._read.report_long(LONG_READ * self._hang_timeout)
-            self.reports.write_long()
+            self.activity.read.report_long(LONG_READ * self._hang_timeout)
+            self.activity.reports.write_long()
             self._check_gpu()
             for group in self._groups:
                 began = group.waiting
@@ -261,12 +207,10 @@ class FailureDetector:
             who = f"{self.silent[0]} at {self._members[self.silent[0]]}"
             self._on_silent(f"{who} has ended" if has_ended else f"{who} has not answered for {self._limit:g} s")
         elif gave_up is not None:
-            # A collective that fails breaks its group before it ends: a member that waited with the others is not late.
-            computes = self._is_training and not self._is_waiting and self._groups[0].broken is None
-            is_late = computes and not self._gpu_waits()
+            is_late = self.activity.is_computing and not self._gpu_waits()
             who = "this member" if is_late else "another member"
             self._waited_for_me = gave_up if is_late else None
-            reads = ", which reads its batch from its loader," if is_late and self._read.is_on else ""
+            reads = ", which reads its batch from its loader," if is_late and self.activity.read.is_on else ""
             self._on_silent(
                 f"{gave_up} has waited for {who}{reads} longer than hang_timeout = {self._hang_timeout:g} s"
             )

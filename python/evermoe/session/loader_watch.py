@@ -55,8 +55,8 @@ class LoaderWatch:
         """Count the block as a wait for the batch of a step."""
         began = time.monotonic()
         try:
-            detector = self._membership.failure_detector
-            with detector.own_time.part("loader"), detector.reading(partial(self._report_stuck, step)):
+            activity = self._membership.failure_detector.activity
+            with activity.own_time.part("loader"), activity.reading(partial(self._report_stuck, step)):
                 yield
         finally:
             self._seconds += time.monotonic() - began

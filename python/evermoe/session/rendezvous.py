@@ -137,7 +137,7 @@ class Rendezvous:
         self._driver.connecting()
         at = self._membership
         at.connect(epoch, members, num_trainers)
-        at.failure_detector.reports.connect(at.id, dist.PrefixStore("hangs", at.store))
+        at.failure_detector.activity.reports.connect(at.id, dist.PrefixStore("hangs", at.store))
         self._membership.end_agreement()
         return {"event": "connected"}
 

@@ -40,7 +40,7 @@ class Saving:
         emit: Listener,
     ) -> None:
         self._selector, self._ledger, self._group = protection.selector, protection.ledger, membership.trainer_group
-        self._own_time = membership.failure_detector.own_time
+        self._own_time = membership.failure_detector.activity.own_time
         self.checkpointer = Checkpointer(config.checkpoints, state, membership, emit)
         """Writes the checkpoints."""
         self.saver: UnitSaver | None = None

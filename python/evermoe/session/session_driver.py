@@ -65,7 +65,7 @@ class SessionDriver(RecoveryDriver):
         self.evaluations.check_goes_on(number)
         super().step(number)
         self.history.clock.stop()
-        self._membership.failure_detector.begin_step()
+        self._membership.failure_detector.activity.begin_step()
 
     def begin_step(self, step: Step) -> None:
         """Prepare for the script's computation.

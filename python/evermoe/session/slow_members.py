@@ -85,7 +85,7 @@ class SlowMembers:
         self.must_leave = False
         """Whether this member is to leave its job, as it is slow."""
         self._membership, self._state, self._emit, self._trains = membership, state, emit, trains
-        self._own_time = membership.failure_detector.own_time
+        self._own_time = membership.failure_detector.activity.own_time
         self._rows: deque[Sequence[Sequence[float]]] = deque(maxlen=HISTORY)
         """Seconds of the latest steps, `[R, P]` by rank and part of `PARTS`."""
         self._has_excess: deque[bool] = deque(maxlen=STEPS)

@@ -114,7 +114,7 @@ def watched():
     limits = {"heartbeat_timeout": 9.0, "hang_timeout": 9.0}
     watch = GroupWatch(ours, [group, unused], **limits, on_silent=lambda why: None, on_left_out=lambda: None)
     watch.begin_watch(7, {"b": theirs.address}, 0)
-    watch.begin_step()
+    watch.activity.begin_step()
 
     def computes():
         theirs.probe_group({"a": ours.address}, [])

@@ -197,7 +197,7 @@ class Job:
             num_trainers=3,
             everyone=group,
             id=list(ids)[rank],
-            failure_detector=SimpleNamespace(own_time=OwnTime()),
+            failure_detector=SimpleNamespace(activity=SimpleNamespace(own_time=OwnTime())),
         )
         self.seen, self.step = [], 0
         self.sampler = ElasticSampler(16, 4)
