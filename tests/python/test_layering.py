@@ -54,7 +54,6 @@ MANY_ATTRIBUTES = {
     "Protection": 26,
     "Group": 19,
     "MembershipManager": 37,
-    "Pacer": 21,
     "RecoveryDriver": 20,
     "Replicas": 25,
 }

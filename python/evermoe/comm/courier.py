@@ -119,7 +119,7 @@ class Courier:
     @property
     def windows(self) -> list[float]:
         """Durations in seconds of the windows of a step; empty while they are not known."""
-        return [] if self._pacer is None else [seconds for _, seconds in self._pacer.places.values()]
+        return [] if self._pacer is None else [seconds for _, seconds in self._pacer.windows.places.values()]
 
     def submit(self, work: Callable[[], T]) -> Task[T]:
         """Run `work` in the thread, after the tasks before it.

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import math
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from itertools import pairwise
 from typing import Literal, NamedTuple, Protocol
 
 from evermoe.comm.group import Group
+from evermoe.comm.timed_steps import TimedStep, TimedSteps
 
 ANY_TIME = -1
 """In place of a window's number: concurrently with compute, whether or not a window is open."""
@@ -30,23 +28,6 @@ When = Literal["window", "idle", "background", "vote", "recovery"]
 `background`: it was planned for any time. `vote`: training waits for it, before a vote or for memory. `recovery`:
 training waits in any case, as the members change or all steps are done.
 """
-
-
-class TimedStep(NamedTuple):
-    """A recorded step. Times are of `time.perf_counter_ns`."""
-
-    start: int
-    end: int
-    busy: list[tuple[str, int, int]]
-    """Name, start and end of each operation that kept the network busy, ordered by end."""
-
-
-class _Step(NamedTuple):
-    """A step that has begun."""
-
-    number: int
-    start: int
-    busy: list[tuple[str, int, int]]
 
 
 class Opening(NamedTuple):
@@ -99,6 +80,59 @@ class _Followed:
             self._pacer._ends(name)
 
 
+class _StepWindows:
+    """The windows of a step, and the one that is open."""
+
+    def __init__(self) -> None:
+        self.places: Mapping[tuple[str | None, int], tuple[int, float]] = {}
+        """As set by `Pacer.expect_windows`; empty while they are unknown."""
+        self.reached = -1
+        """Largest number of a window that has opened in the step."""
+        self.is_closed = False
+        """Whether a transfer has closed the window, and none has opened since."""
+        self._window: tuple[int, float] | None = None
+        """Number of the open window, and the time at which it closes."""
+        self._seen: dict[str, int] = {}
+        """Number of times that each collective has ended in the step."""
+
+    def expect(self, places: Mapping[tuple[str | None, int], tuple[int, float]]) -> None:
+        """Replace the windows; none is open."""
+        self.places = dict(places)
+        self._window, self.is_closed = None, False
+
+    @property
+    def has_seen_any(self) -> bool:
+        """Whether a collective has ended in the step."""
+        return bool(self._seen)
+
+    def restart(self, now: int) -> None:
+        """Begin a step, and with it the window before its first collective, if there is one."""
+        self._seen, self.reached = {}, -1
+        self._open((None, 0), now)
+
+    def close(self) -> None:
+        """Close the open window, as a transfer begins."""
+        self._window, self.is_closed = None, bool(self.places)
+
+    def collective_ended(self, name: str, now: int) -> None:
+        """Open the window after a collective, if there is one."""
+        occurrence = self._seen.get(name, 0)
+        self._seen[name] = occurrence + 1
+        self._open((name, occurrence), now)
+
+    def _open(self, place: tuple[str | None, int], now: int) -> None:
+        number, seconds = self.places.get(place, (None, 0.0))
+        self._window = None if number is None else (number, now + seconds * 1e9)
+        if number is not None:
+            self.reached, self.is_closed = max(self.reached, number), False
+
+    def with_room(self, seconds: float, now: int) -> int | None:
+        """Return the number of the open window if a message of these seconds would end in it, else None."""
+        if self._window is None or now + seconds * 1e9 > self._window[1]:
+            return None
+        return self._window[0]
+
+
 def _ignore(is_idle: bool) -> None:
     pass
 
@@ -119,24 +153,12 @@ class Pacer:
         self._running, self._is_counting = 0, True
         self._busy_since = 0
         self._changed = now()
-        self.step = 0
-        """Number of steps that have begun."""
+        self._steps = TimedSteps(now())
+        self.windows = _StepWindows()
         self._hurry: When | None = None
         """Reason why the training thread waits; None while it does not."""
         self._awaits_some = False
         """Whether it waits only for the messages of its step's vote."""
-        self._seen: dict[str, int] = {}
-        self.places: Mapping[tuple[str | None, int], tuple[int, float]] = {}
-        """The windows of a step, as set by `expect_windows`; empty while they are unknown."""
-        self._window: tuple[int, float] | None = None
-        """Number of the open window, and the time at which it closes."""
-        self._is_closed = False
-        """Whether a transfer has closed the window, and none has opened since."""
-        self._reached = -1
-        self._steps = deque([_Step(0, now(), [])], maxlen=2)
-        """The latest steps; the current one is the last."""
-        self._first_recorded = math.inf
-        """Number of the first step that is recorded."""
         self._follower: Follower | None = None
         self.on_idle: Callable[[bool], None] = _ignore
         """Callback: False when a collective begins, or a transfer closes a window. True when no collective runs and the
@@ -144,6 +166,11 @@ class Pacer:
         self._is_idle, self._is_waiting = True, False
         self._wanted: list[tuple[int | None, float, int | None, bool]] = []
         """Arguments of `_may_begin` for each message whose thread waits."""
+
+    @property
+    def step(self) -> int:
+        """Number of steps that have begun."""
+        return self._steps.number
 
     def attach_group(self, group: Group, follower: Follower | None = None) -> None:
         """Follow the collectives of a group.
@@ -162,8 +189,7 @@ class Pacer:
     def expect_windows(self, places: Mapping[tuple[str | None, int], tuple[int, float]]) -> None:
         """Set the windows of a step: (collective, number of times it has ended in the step) → (number, seconds)."""
         with self._change:
-            self.places = dict(places)
-            self._window, self._is_closed = None, False
+            self.windows.expect(places)
             self._wake()
 
     # ---- the training thread
@@ -177,19 +203,17 @@ class Pacer:
         with self._change:
             now = self._now() if at is None else at
             self._changed = now
-            self.step += 1
-            self._steps.append(_Step(self.step, now, []))
-            self._seen, self._reached, self._hurry, self._awaits_some = {}, -1, None, False
-            self._is_closed = False
-            self._open((None, 0), now)
+            self._steps.begin_step(now)
+            self._hurry, self._awaits_some = None, False
+            self.windows.is_closed = False
+            self.windows.restart(now)
             self._notify()
 
     def begin_forward(self) -> None:
         """Ignore the collectives since the step began, such as those of an evaluation: an ordinary step has none."""
         with self._change:
-            if self._seen:
-                self._seen, self._reached = {}, -1
-                self._open((None, 0), self._now())
+            if self.windows.has_seen_any:
+                self.windows.restart(self._now())
                 self._wake()
 
     def hurry(self, why: Literal["vote", "recovery"] = "vote", *, everything: bool = True) -> None:
@@ -233,7 +257,7 @@ class Pacer:
         For concurrent transfers, such as those of a pipeline, in place of an attached group.
         """
         with self._change:
-            self._window, self._is_closed = None, bool(self.places)
+            self.windows.close()
             self._notify()
 
     def transfer_ends(self, name: str, at: int) -> None:
@@ -242,7 +266,7 @@ class Pacer:
         The call may come late: a transfer that ended before the step began does not count for this step.
         """
         with self._change:
-            if at >= self._steps[-1].start:
+            if at >= self._steps.start:
                 self._ends(name, at)
 
     def _begins(self, name: str, at: int | None = None, of: _Streamed | None = None) -> None:
@@ -259,18 +283,15 @@ class Pacer:
         with self._change:
             now = self._now() if at is None else at
             self._running, self._changed = max(0, self._running - 1), now
-            since, ago = (self._busy_since, 0) if of is None else (of.since, self.step - of.step)
+            since, step = (self._busy_since, self.step) if of is None else (of.since, of.step)
             if self._is_counting if of is None else of.is_counted:
-                if ago <= 1:  # a GPU's last collectives may be reported in the next step
-                    self._steps[-1 - ago].busy.append((name, since, now))
-                if ago == 0:
-                    occurrence = self._seen.get(name, 0)
-                    self._seen[name] = occurrence + 1
-                    self._open((name, occurrence), now)
+                self._steps.add((name, since, now), step)
+                if step == self.step:
+                    self.windows.collective_ended(name, now)
             self._notify()
 
     def _notify(self) -> None:
-        is_idle = self._hurry is not None or self._is_waiting or not (self._running or self._is_closed)
+        is_idle = self._hurry is not None or self._is_waiting or not (self._running or self.windows.is_closed)
         if is_idle != self._is_idle:
             self._is_idle = is_idle
             self.on_idle(is_idle)
@@ -281,30 +302,19 @@ class Pacer:
         if self._wanted and any(self._may_begin(*wanted, self._now()) for wanted in self._wanted):
             self._change.notify_all()
 
-    def _open(self, place: tuple[str | None, int], now: int) -> None:
-        number, seconds = self.places.get(place, (None, 0.0))
-        self._window = None if number is None else (number, now + seconds * 1e9)
-        if number is not None:
-            self._reached, self._is_closed = max(self._reached, number), False
-
     # ---- profiles
 
     def record_steps(self, steps: int, left_out: int = 0) -> None:
         """Record the latest `steps` steps, after the current one and `left_out` more; discard earlier records."""
         with self._change:
-            self._steps = deque(self._steps, maxlen=max(1, steps) + 1)
-            self._first_recorded = self.step + 1 + left_out
+            self._steps.record(steps, left_out)
 
     def recorded_steps(self) -> list[TimedStep]:
         """Return the completed steps recorded so far, once a GPU has reached everything that they launched."""
         if self._follower is not None:
             self._follower.wait_for_marks()
         with self._change:
-            return [
-                TimedStep(step.start, following.start, list(step.busy))
-                for step, following in pairwise(self._steps)
-                if step.number >= self._first_recorded
-            ]
+            return self._steps.recorded()
 
     # ---- the couriers' threads
 
@@ -332,8 +342,8 @@ class Pacer:
                 return Opening(self._hurry or "vote", None, now)
             if window == ANY_TIME:
                 return Opening("background", None, now)
-            opened = self._window if self._is_open(seconds, now) else None
-            return Opening("idle", None, now) if opened is None else Opening("window", opened[0], now)
+            opened = self.windows.with_room(seconds, now)
+            return Opening("idle" if opened is None else "window", opened, now)
 
     def may_begin(self, window: int | None, seconds: float, step: int | None = None, *, for_vote: bool = False) -> bool:
         """Return whether `wait_for_window` would return at once."""
@@ -346,16 +356,12 @@ class Pacer:
         if self._running:
             return False
         planned = self.step if step is None else step
-        if not self.places or self._until_paused(now) < 0 or (window == ANY_TIME and self.step >= planned):
+        if not self.windows.places or self._until_paused(now) < 0 or (window == ANY_TIME and self.step >= planned):
             return True
-        is_reached = window is None or (self.step, self._reached) >= (planned, window)
-        return is_reached and self._is_open(seconds, now)
+        is_reached = window is None or (self.step, self.windows.reached) >= (planned, window)
+        return is_reached and self.windows.with_room(seconds, now) is not None
 
     def _until_paused(self, now: int) -> float:
         """Return the nanoseconds until training counts as paused, unless a collective begins or ends; below 0 then."""
-        lasts = self._steps[-1].start - self._steps[-2].start if len(self._steps) > 1 else 0
-        pause = max(PAUSED_STEPS * lasts, PAUSED_SECONDS * 1e9)
+        pause = max(PAUSED_STEPS * self._steps.nanoseconds, PAUSED_SECONDS * 1e9)
         return pause if self._running else pause - (now - self._changed)
-
-    def _is_open(self, seconds: float, now: int) -> bool:
-        return self._window is not None and now + seconds * 1e9 <= self._window[1]

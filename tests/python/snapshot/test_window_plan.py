@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 
 from evermoe.comm.courier import Sent
-from evermoe.comm.pacer import ANY_TIME, TimedStep
+from evermoe.comm.pacer import ANY_TIME
+from evermoe.comm.timed_steps import TimedStep
 from evermoe.copies.snapshot.link import MAX_MESSAGE_BYTES, MIN_MESSAGE_BYTES, measure_link, message_bytes
 from evermoe.copies.snapshot.rank_plan import COPIES, Outgoing, RankReport, as_steps, places_of, plan_of, segments_of
 from evermoe.planning.schedule import Link, Memory

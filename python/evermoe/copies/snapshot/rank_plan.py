@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from evermoe import _native
-from evermoe.comm.pacer import ANY_TIME, TimedStep
+from evermoe.comm.pacer import ANY_TIME
+from evermoe.comm.timed_steps import TimedStep
 from evermoe.copies.snapshot.segments import Segment, joined
 from evermoe.planning.schedule import ChunkPlan, ChunkPolicy, CopyItem, Link, Memory, Receiver, plan_chunks
 from evermoe.planning.windows import Span, StepProfile, Windows

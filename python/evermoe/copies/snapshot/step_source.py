@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 from evermoe.comm.courier import Sent
 from evermoe.comm.group import Group
-from evermoe.comm.pacer import Pacer, TimedStep
+from evermoe.comm.pacer import Pacer
+from evermoe.comm.timed_steps import TimedStep
 from evermoe.copies.snapshot.rank_plan import RankReport, as_steps
 from evermoe.planning.trace import SentChunk, chrome_trace
 from evermoe.planning.windows import StepProfile, Windows
