@@ -52,7 +52,6 @@ MOST_ATTRIBUTES = 15
 MANY_ATTRIBUTES = {
     "Experts": 22,
     "Protection": 26,
-    "Group": 19,
     "MembershipManager": 37,
     "RecoveryDriver": 20,
     "Replicas": 25,

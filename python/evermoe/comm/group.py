@@ -14,27 +14,18 @@ from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
-from evermoe.comm._torchft import torchft
 from evermoe.comm.begun import Begun
+from evermoe.comm.gloo import Gloo
 from evermoe.comm.nccl import Nccl, gpu_identity, may_share_a_gpu, new_name, no_name
 from evermoe.comm.plain_reason import plain_reason
 from evermoe.comm.transport import Transport
-from evermoe.comm.waits import Clocks, Wait, end_waits
+from evermoe.comm.waits import Clocks
 from evermoe.errors import PeerLost
 from evermoe.options import count
 
 logger = logging.getLogger(__name__)
-
-CONNECT_SECONDS = 3.0
-"""Time to connect, per hundred members. All were alive moments ago, so one that takes longer has failed."""
-
-
-def connect_timeout(size: int) -> timedelta:
-    """Return the time that gloo gets to connect `size` ranks that are all running."""
-    return timedelta(seconds=CONNECT_SECONDS * (1 + size // 100))
 
 
 def _ignore(name: str, on_stream: bool) -> None:
@@ -50,27 +41,6 @@ class OnWait(Protocol):
 
 def _ignore_wait(begins: bool, has_succeeded: bool = True) -> None:
     pass
-
-
-def _gloo(address: str | None, timeout: timedelta) -> Any:
-    """Return a gloo group that can be aborted, bound to the interface of an address."""
-    base = torchft().process_group.ProcessGroupGloo
-    if address is None:
-        return base(timeout=timeout)
-
-    class Gloo(base):  # type: ignore[misc, valid-type]
-        def _create_pg(self, store: Any, rank: int, size: int) -> Any:
-            options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-            options._timeout = self._timeout
-            options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
-            group, cpu = dist.ProcessGroup(store, rank, size), dist.ProcessGroup.BackendType.GLOO
-            group._set_default_backend(cpu)
-            backend = dist.ProcessGroupGloo(store, rank, size, options)
-            for device in ("cpu", "cuda"):
-                group._register_backend(torch.device(device), cpu, backend)
-            return group
-
-    return Gloo(timeout=timeout)
 
 
 def share_a_gpu(group: Group, device: torch.device) -> bool:
@@ -108,20 +78,13 @@ class Group:
     """
 
     def __init__(self, address: str | None = None) -> None:
-        self._address = address
         self.rank = 0
         self.size = 1
         self.is_alone = True
         """Whether `size` is 1; compiled graphs depend on this alone."""
-        self._gloo: Any = None
-        """torchft's process group; None before the first `rebuild`."""
+        self._gloo = Gloo(address)
         self.nccl: Nccl | None = None
         """Communicator of the members' GPUs; None if their tensors travel over gloo."""
-        self._timeout = timedelta(0)
-        self._waits: set[Wait] = set()
-        """Waits for messages in flight."""
-        self._posted: list[Any] = []
-        """Messages of the latest `post`."""
         self.broken: str | None = None
         self.finishes_steps = False
         """Whether a step that loses a member runs to its end; see `evermoe.comm.step_exchanges`."""
@@ -227,12 +190,9 @@ class Group:
 
         The ranks must have received the messages of the previous call.
         """
-        if self.broken is not None:
-            return
-        try:
-            self._posted = [self._gloo.send([tensor], rank, tag) for rank in ranks]
-        except (RuntimeError, AssertionError) as error:
-            self.drop(plain_reason(error))
+        failure = self._gloo.post(tensor, ranks, tag) if self.broken is None else None
+        if failure is not None:
+            self.drop(failure)
 
     def _call(
         self,
@@ -255,7 +215,7 @@ class Group:
             began = Clocks.now()
             self.waiting = began if limit is None else None
             if nccl is None or launch is None:
-                failure = self._wait(start, limit or self._timeout)
+                failure = self._gloo.run(start, limit, lambda: self.broken)
             else:
                 failure = self._launch(nccl, launch)
             self.waiting = None
@@ -277,30 +237,6 @@ class Group:
             return self.broken or plain_reason(error)
         return None
 
-    def _wait(self, start: Callable[[Any], Any], limit: timedelta) -> str | None:
-        try:
-            works = start(self._gloo.parent)  # torch's own, to which torchft adds nothing
-            if not isinstance(works, list):
-                works.wait()
-                return None
-            waits = [Wait(works.pop(0)) for _ in range(len(works))]
-        except (RuntimeError, AssertionError) as error:  # torchft asserts that a group was not aborted
-            return plain_reason(error)
-        for wait in waits:
-            failure = self._finish(wait, limit)
-            if failure is not None:
-                return failure
-        return None
-
-    def _finish(self, wait: Wait, limit: timedelta) -> str | None:
-        """Wait for a message or until the group is dropped; return the failure, or None."""
-        self._waits.add(wait)
-        try:
-            failure = self.broken or wait.run(limit)
-            return failure and (self.broken or failure)
-        finally:
-            self._waits.discard(wait)
-
     @property
     def gives_zeros(self) -> bool:
         """Whether exchanges of the step give zeros, as a member is lost and the step runs to its end."""
@@ -314,7 +250,7 @@ class Group:
     @property
     def limit_seconds(self) -> float:
         """Seconds that a collective waits for a silent member."""
-        return self._timeout.total_seconds()
+        return self._gloo.timeout.total_seconds()
 
     def wait_for_collectives(self) -> bool:
         """Wait for the GPU; return whether all collectives have succeeded, as those of NCCL only order the stream."""
@@ -352,28 +288,19 @@ class Group:
         if self.broken is None and self.nccl is not None and self.nccl.has_timed_out():
             self.timed_out = True
         self.broken = self.broken or reason
-        self._posted = []
         if self.nccl is not None:
             self.nccl.abort()
-        if self._gloo is not None:
-            if self.size > 1 and self._gloo._pg is not None:
-                end_waits(self._gloo, self.rank, self.size)
-            self._gloo.abort(errored=False)
-        for wait in list(self._waits):
-            wait.end_wait()
+        self._gloo.close(self.rank, self.size)
 
     def rebuild(self, store: Any, rank: int, size: int, device: torch.device, timeout: timedelta) -> None:
         """Connect the members of a new epoch. `store` has a prefix that no other epoch uses."""
         self.drop_alone("the group is being rebuilt")
-        self._gloo, self.nccl = self._gloo or _gloo(self._address, timeout), None
-        self.rank, self.size, self._timeout = rank, size, timeout
+        self.nccl, self._gloo.timeout = None, timeout
+        self.rank, self.size = rank, size
         self.is_alone = size == 1
         self.begun = Begun()
         if size > 1:
-            gloo = self._gloo
-            gloo.set_timeout(min(connect_timeout(size), timeout))
-            gloo._pg = gloo._create_pg(dist.PrefixStore("cpu", store), rank, size)
-            gloo._pg._get_backend(torch.device("cpu")).set_timeout(timeout)
+            self._gloo.connect(store, rank, size)
             if device.type == "cuda":
                 self._connect_gpus(device)
         self.broken = None
@@ -390,4 +317,4 @@ class Group:
                 )
             return
         names = self.all_gather(new_name() if self.rank == 0 else no_name())
-        self.nccl = Nccl(names[0], self.rank, self.size, self._timeout)
+        self.nccl = Nccl(names[0], self.rank, self.size, self._gloo.timeout)

@@ -25,7 +25,8 @@ from evermoe.comm.ended_members import EndedMembers
 from evermoe.comm.endpoint import find_endpoint
 from evermoe.comm.failure_detector import FailureDetector
 from evermoe.comm.gathering import not_admitted_error
-from evermoe.comm.group import Group, connect_timeout
+from evermoe.comm.gloo import connect_timeout
+from evermoe.comm.group import Group
 from evermoe.comm.inquiry import Inquiry
 from evermoe.comm.island import Island, check_options
 from evermoe.comm.island_watch import IslandWatch

@@ -55,7 +55,7 @@ def waits_for_an_absent_rank(group, folder):
 def gives_up_early(group, folder):
     """Return whether members count as late if gloo times out long before the limit, as the clock was set forward."""
     found, _ = members(group, folder, 0.2)
-    found._timeout = timedelta(seconds=HOUR)
+    found._gloo.timeout = timedelta(seconds=HOUR)
     if group.rank == 0:
         with pytest.raises(PeerLost, match=r"(?i)timed out"):
             found.all_reduce(torch.zeros(1))
