@@ -177,7 +177,7 @@ class PipelineDriver(PipelineRecovery):
     def _measure(self, step: int) -> None:
         now = time.monotonic()
         seconds, self._since = now - self._since, now
-        lag = {"snapshot": self.snapshot_schedule.lag(step + 1)} if self._options.copies.replication else {}
+        lag = {"snapshot": self.lag(step + 1)} if self._options.copies.replication else {}
         sent = {"snapshot": self.courier.sent_bytes}
         self._emit(Measured(step, seconds, 0, None, None, lag, sent))
 

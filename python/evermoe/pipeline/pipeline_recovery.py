@@ -138,6 +138,10 @@ class PipelineRecovery(TrainingDriver):
         self._begin_version(version)
         return self.end_copies()
 
+    def lag(self, step: int) -> int:
+        """Return the steps by which complete copies lag behind at the vote that makes `step` the steps taken."""
+        return self.snapshot_schedule.lag(step)
+
     def _begin_version(self, version: int) -> None:
         """Begin to copy the state, which has this version. If a rank is lost, the next vote notices it."""
         try:
@@ -185,8 +189,7 @@ class PipelineRecovery(TrainingDriver):
         self._meet()
         history = self.history
         history.before = version if established else None
-        history.reason = self.lost.note(step_of(version), history.reason, self._leaving, 0)
-        self._leaving = 0
+        history.reason = self.lost.note(step_of(version), history.reason)
         refuse_unequal_runs(self.attempt, self._group)
         self.localised.exchange_logs(self._group, version)
         self.windows.choose_way(self._group, version)

@@ -224,7 +224,7 @@ class BetweenSteps(BaseSession):
                 "Checkpoints(keep=…) says"
             )
         check_trains(self)
-        self._driver.substitute.put_back()
+        self._driver.evaluations.substitute.put_back()
         return self._driver.saving.save(self._protocol.version, path_or_name, keep)
 
     def full_state_dict(self, folder: str | Path | None = None) -> dict[str, Any]:
@@ -263,7 +263,7 @@ class BetweenSteps(BaseSession):
         return {}
 
     def _recover(self) -> None:
-        self._driver.substitute.put_back()
+        self._driver.evaluations.substitute.put_back()
         self._protocol.look(self._membership.steps, holds=True)
 
     def _end_of(self, until: int) -> int:
@@ -345,7 +345,7 @@ def prepare_export(session: BetweenSteps, *, is_complete: bool) -> int:
 
 def substitute_of(session: BetweenSteps) -> SubstituteWeights:
     """Return what replaces the weights that a session trains."""
-    return session._driver.substitute
+    return session._driver.evaluations.substitute
 
 
 def check_open(session: BetweenSteps) -> None:

@@ -6,7 +6,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from evermoe._native import VersionSchedule
 from evermoe.comm.vote import Ballot
 
 Event = dict[str, Any]
@@ -20,9 +19,6 @@ class Driver(ABC):
 
     The defaults here are for a job without replica nodes that moves no units and ends with its script.
     """
-
-    snapshot_schedule: VersionSchedule
-    """The version of the copies that each vote completes."""
 
     def interrupt(self) -> None:
         """End what is under way in the group, which is about to be replaced."""
@@ -46,6 +42,10 @@ class Driver(ABC):
     def follow(self, number: int) -> Ballot:
         """Receive the others' step on a replica node, and return this member's ballot."""
         raise RuntimeError("this job has no replica nodes")
+
+    @abstractmethod
+    def lag(self, step: int) -> int:
+        """Return the steps by which complete copies lag behind at the vote that makes `step` the steps taken."""
 
     def attached(self) -> list[float]:
         """Return numbers that the vote sums together with the ballots; as many on all members."""

@@ -73,7 +73,7 @@ class Evaluations:
     def __init__(
         self, model: nn.Module, group: Group, node: str, meeting: Meeting, substitute: SubstituteWeights
     ) -> None:
-        self._substitute = substitute
+        self.substitute = substitute
         self._model, self._group, self._node, self._meeting = model, group, node, meeting
         self._layers = list(expert_layers(model).values())
         self._turns = Turns(self._layers, group)
@@ -255,7 +255,7 @@ class Evaluations:
         stops = [each["stopped"] for each in found if each["stopped"] is not None]
         self.stopped = min(stops, default=None)
         self._inside = [each["rank"] for each in trainers if each["is_pending"]]
-        self._substitute.name = next((each["weights"] for each in trainers if each["weights"] is not None), None)
+        self.substitute.name = next((each["weights"] for each in trainers if each["weights"] is not None), None)
         done = [] if self._work is None else _done(self._report(), trainers)
         if done:
             self._work, self._found = None, done[0]["result"]
@@ -274,7 +274,7 @@ class Evaluations:
             "is_pending": self._work is not None,
             "was_cut": self._was_cut,
             "stopped": self.stopped,
-            "weights": self._substitute.name,
+            "weights": self.substitute.name,
             **self._progress._asdict(),
         }
 
@@ -285,7 +285,7 @@ class Evaluations:
             PeerLost: another member is gone.
         """
         self._generation, self._meeting.purpose, self._was_cut = generation, None, False
-        self._substitute.use_again()
+        self.substitute.use_again()
         if self._group.rank not in self._inside:
             while self._inside:
                 self._follow(step)

@@ -21,6 +21,7 @@ from typing import Any
 from evermoe.comm.gather import gather_json
 from evermoe.comm.membership import MembershipManager
 from evermoe.comm.reachability import kinds_of_loss
+from evermoe.comm.vote import Ballot
 from evermoe.events import MemberLost
 from evermoe.events.base_event import Listener
 from evermoe.observe.on_lost import Hook, OnLost
@@ -75,6 +76,8 @@ class LostMembers:
         """Whether this member is about to leave the job. It calls for no other machine: the others may leave, too."""
         self.is_returning = False
         """Whether it leaves to come back in its other role."""
+        self.leaving = self._role_switches = 0
+        """Members that leave after the step, and those of them that come back in their other role: not lost."""
         self._last: tuple[int, Mapping[str, Mapping[str, Any]]] = (0, {})
         """Generation and members of the newest group whose losses are noted."""
         self._losses: list[Loss] = []
@@ -87,14 +90,12 @@ class LostMembers:
         self.failure = ""
         """The worst kind of the losses since `recovered`."""
 
-    def note(self, step: int, reason: str, leaving: int, role_switches: int) -> str:
+    def note(self, step: int, reason: str) -> str:
         """Agree with all members of a new group on the losses, and begin to call `on_lost`; collective.
 
         Args:
             step: taken in this member's state.
             reason: why the last group was given up.
-            leaving: how many of its members have left it on notice.
-            role_switches: number of these that return in their other role; they are not lost.
 
         Returns:
             The reason, with the names of all members that are lost.
@@ -103,7 +104,7 @@ class LostMembers:
             PeerLost: a member is gone; nothing has changed here.
         """
         present, generation = self._membership.members, self._membership.generation
-        found = self._find(step, reason, leaving, role_switches)
+        found = self._find(step, reason)
         mine = [asdict(each) for each in [*self._losses, *found]]
         told = self._told | {each.gone.member: each.last for each in self._losses if self._is_called(each)}
         can_call = self._hook is not None and not self.is_leaving
@@ -122,6 +123,7 @@ class LostMembers:
         self._told = {member: last for member, last in told.items() if last >= generation - REMEMBERED}
         self._tell(fresh)
         self._call()
+        self.leaving = self._role_switches = 0
         unnamed = [each.gone for each in fresh if each.gone.member not in reason]
         names = ", ".join(f"{gone.member} {SAID[gone.kind]}" for gone in unnamed)
         return f"{reason}: {names}" if names else reason
@@ -161,15 +163,15 @@ class LostMembers:
             if self._membership.everyone.rank == 0:
                 log_lost(each.gone)
 
-    def _find(self, step: int, reason: str, leaving: int, role_switches: int) -> list[Loss]:
+    def _find(self, step: int, reason: str) -> list[Loss]:
         """Return the members of the last group that are not in this one."""
         _, before = self._last
         lost = {
             member: about["probe_address"] for member, about in before.items() if member not in self._membership.members
         }
-        if len(lost) == role_switches:
+        if len(lost) == self._role_switches:
             return []
-        kinds = dict.fromkeys(lost, "left") if len(lost) == leaving else kinds_of_loss(lost, LOOK_SECONDS)
+        kinds = dict.fromkeys(lost, "left") if len(lost) == self.leaving else kinds_of_loss(lost, LOOK_SECONDS)
         return self._of_group(kinds, step, reason, self._membership.num_trainers)
 
     def _of_group(self, kinds: Mapping[str, str], step: int, reason: str, members: int) -> list[Loss]:
@@ -215,9 +217,10 @@ class LostMembers:
         is_mine = (each.caller == self._membership.id and self._is_called(each) for each in first)  # bits are added up
         return float(sum(2**bit for bit, is_over in enumerate(is_mine) if is_over))
 
-    def tallied(self, reported: float) -> None:
-        """Forget the losses for which a vote of all members reports that `on_lost` was called."""
-        bits = int(reported)
+    def tallied(self, sums: Ballot) -> None:
+        """Note who leaves by a vote, and forget the losses for which it reports that `on_lost` was called."""
+        self.leaving, self._role_switches = int(sums.leaving), int(sums.role_switches)
+        bits = int(sums.reported)
         told = [each for bit, each in enumerate(self._losses) if bits >> bit & 1]
         self._told |= {each.gone.member: each.last for each in told}
         self._losses = [each for each in self._losses if each not in told]

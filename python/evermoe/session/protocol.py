@@ -222,7 +222,7 @@ class CommitProtocol:
     def _say(self, ballot: Ballot) -> Event:
         self._ballot = ballot._replace(leaving=float(self._leaves))
         is_whole, leaves = bool(ballot.votes), bool(self._ballot.leaving)
-        lag = self._driver.snapshot_schedule.lag(self.step + 1)
+        lag = self._driver.lag(self.step + 1)
         return {"event": "gradients", "is_whole": is_whole, "leaves": leaves, "lag": lag}
 
     def _vote(self, version: int, calls: bool) -> Event:

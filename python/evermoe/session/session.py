@@ -298,7 +298,7 @@ class Session(BetweenSteps):
             self._membership.steps = until
             self._stop_if_asked()
             self._driver.evaluations.release()
-            self._driver.substitute.put_back()
+            self._driver.evaluations.substitute.put_back()
             self._protocol.look(self._end_of(until))
             while self._protocol.is_stepping and not self._membership.groups.start.begin():
                 self._protocol.look(self._end_of(until))  # the group is dropped

@@ -73,7 +73,7 @@ class SessionDriver(RecoveryDriver):
         If members have changed since the step was drawn, drop the group, so that all draw it again: the shares were
         those of the previous members.
         """
-        self.substitute.forget()
+        self.evaluations.substitute.forget()
         if self.is_stale(step):
             self._group.drop(STALE)
         step_notices.send(self._membership, step.number)
@@ -201,7 +201,6 @@ class SessionDriver(RecoveryDriver):
             NonFiniteLoss: names the step and the member. ValueError: some members gave counts, and others did not.
             PeerLost, CorruptState: members differ; see `VoteChecks.judge`.
         """
-        self._role_switches = int(sums.role_switches)
         is_taken = self.is_taken(sums, self._membership.everyone.size)
         if is_taken and self._config.on_nonfinite == "error" and sums.loss_scale <= 1:
             gradients.refuse_nonfinite(sums, step, self._membership.nodes)
@@ -292,10 +291,10 @@ class SessionDriver(RecoveryDriver):
 
         A checkpoint is written first if members leave that have the only copies.
         """
-        self.substitute.put_back()
+        self.evaluations.substitute.put_back()
         everyone = self._membership.everyone
         self.share_quarantine()
-        if self._trains and self._leaving >= max(1, min(everyone.size, self._config.copies.replication)):
+        if self._trains and self.lost.leaving >= max(1, min(everyone.size, self._config.copies.replication)):
             self._save_before_leaving(everyone.size)
         self._buckets.await_weights()
         complete = everyone.all_reduce(torch.tensor([int(self._protection.settle(self._version))]))
@@ -309,7 +308,7 @@ class SessionDriver(RecoveryDriver):
             except (PeerLost, PersistFailed) as failed:
                 warn_unwritten(self._version, failed)
         elif self._group.rank == 0:
-            _warn_unsaved(self._step, self._leaving, members)
+            _warn_unsaved(self._step, self.lost.leaving, members)
 
     def farewell(self, version: int) -> Event:
         """Write the last checkpoint, then wait for all: no member leaves while another still needs its copies.
@@ -317,7 +316,7 @@ class SessionDriver(RecoveryDriver):
         Raises:
             PersistFailed: it could not be written. The state stays where a failure leaves it.
         """
-        self.substitute.put_back()
+        self.evaluations.substitute.put_back()
         if self._trains:
             try:
                 self.saving.checkpointer.finish(version)

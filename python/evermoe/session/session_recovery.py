@@ -12,6 +12,7 @@ import torch
 from evermoe.checkpoint.checkpointer import find_location
 from evermoe.comm.membership import MembershipManager
 from evermoe.copies.protection import Protection
+from evermoe.copies.snapshot.window_plan import WindowPlanner
 from evermoe.errors import LostExperts, UnitsMissing
 from evermoe.events import Copy, Joined
 from evermoe.events.base_event import Listener
@@ -83,9 +84,6 @@ class RecoveryDriver(TrainingDriver):
         self.health.watch_checkpoints(
             where if isinstance(where, Path) else None, sum(nbytes for _, nbytes in self._state.catalog.sizes())
         )
-        self.snapshot_schedule = self._protection.snapshots.snapshot_schedule
-        self.window_planner = self._protection.window_planner
-        self._trains = self._config.membership.trains
         self._loop = LoopRestore(
             self._script.loop,
             parts.loader.reading,
@@ -94,7 +92,6 @@ class RecoveryDriver(TrainingDriver):
             takes_own=self._config.checkpoints.resume_settings == "script",
         )
         self._calls = StepCalls(self._state.layers, self._group, self._membership.node)
-        self.substitute = SubstituteWeights(self._script.model, self._settle_weights)
         self.evaluations = Evaluations(
             self._script.model,
             self._group,
@@ -105,7 +102,7 @@ class RecoveryDriver(TrainingDriver):
                 membership.groups.start,
                 is_counted=parts.place.is_counted,
             ),
-            self.substitute,
+            SubstituteWeights(self._script.model, self._settle_weights),
         )
         self._measures = StepMeasures(
             self._state,
@@ -132,8 +129,6 @@ class RecoveryDriver(TrainingDriver):
         self._early = EarlySurvey(self._state, self._protection.replicas.catch_up)
         replayable = self._protection.replicas.replayable
         self._standby = Standby(self._membership, self._state, store, self._config, replayable, self._emit)
-        self._role_switches = 0
-        """Members that leave after the step and come back in their other role."""
         self._was_established = False
         self._missing = MissingUnits(self._membership, joining)
         """The wait for units that are in no member's memory."""
@@ -171,6 +166,16 @@ class RecoveryDriver(TrainingDriver):
         self.saving.before_update()
 
     @property
+    def _trains(self) -> bool:
+        """Whether this member trains; it is a replica node otherwise."""
+        return self._config.membership.trains
+
+    @property
+    def window_planner(self) -> WindowPlanner:  # type: ignore[override]
+        """Plans when copies are sent."""
+        return self._protection.window_planner
+
+    @property
     def has_replica_nodes(self) -> bool:
         """Whether some members do not train."""
         return len(self._membership.nodes) > self._membership.num_trainers
@@ -181,6 +186,10 @@ class RecoveryDriver(TrainingDriver):
         is_first = self._membership.everyone.rank == 0
         has_turn = self._step % 2 == is_first  # else all whose hardware is faulty at once would leave in one step
         return self._measures.slow_members.must_leave or (has_turn and self.health.must_leave)
+
+    def lag(self, step: int) -> int:
+        """Return the steps by which complete snapshots lag behind at the vote that makes `step` the steps taken."""
+        return self._protection.snapshots.snapshot_schedule.lag(step)
 
     def attached(self) -> list[float]:
         """Return what this member compares with others in the vote: digests, and the times of its own work."""
@@ -240,8 +249,7 @@ class RecoveryDriver(TrainingDriver):
         self.evaluations.agree(self._membership.everyone, trains=self._trains)
         self.saving.before_update()
         history = self.history
-        history.reason = self.lost.note(step_of(version), history.reason, self._leaving, self._role_switches)
-        self._leaving = self._role_switches = 0
+        history.reason = self.lost.note(step_of(version), history.reason)
         history.before = version if established and self._trains else None
         self._was_established = established
         known = self._early.take()

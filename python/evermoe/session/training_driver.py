@@ -73,8 +73,6 @@ class TrainingDriver(Driver):
         """Whether this member's script asks all members to end the job."""
         self._version = 0
         """Version of this member's state."""
-        self._leaving = 0
-        """Members that leave after the step."""
         self._random = ExitStack()
         """Restores the random generators after the block of a step."""
         self._unrecoverable: LostExperts | None = None
@@ -144,7 +142,7 @@ class TrainingDriver(Driver):
         Raises:
             PeerLost: a member is lost.
         """
-        if not self._leaving:
+        if not self.lost.leaving:
             return
         at = self._membership
         mine = (
@@ -175,8 +173,7 @@ class TrainingDriver(Driver):
         Raises:
             ValueError: some members gave counts, and others did not.
         """
-        self._leaving = int(sums.leaving)
-        self.lost.tallied(sums.reported)
+        self.lost.tallied(sums)
         if sums.votes < voters:
             return False
         gradients.refuse_mixed(sums)

@@ -43,10 +43,13 @@ class Shards(Driver):
 
     def __init__(self, membership: MembershipManager, write: Any) -> None:
         self._membership, self._write = membership, write
-        self.snapshot_schedule = VersionSchedule(0)
+        self._schedule = VersionSchedule(0)
         self.sums: list[float] = []
         self.found = 0.0
         """The sum of the current step."""
+
+    def lag(self, step: int) -> int:
+        return self._schedule.lag(step)
 
     def agreeing(self) -> None:
         self._write("phase", phase="agree")

@@ -14,6 +14,7 @@ from evermoe.comm.gather import gather_json
 from evermoe.comm.lighthouse import start_local_lighthouse
 from evermoe.comm.membership import MembershipManager
 from evermoe.comm.messages import Identity
+from evermoe.comm.vote import Ballot
 from evermoe.config.membership import Membership
 from evermoe.errors import LEFT_CODE
 from evermoe.session.lost_members import REMEMBERED, LostMembers
@@ -203,7 +204,7 @@ def call_in_generations(group, lighthouse, folder, alone):
             place = ranks.index(group.rank), len(ranks)
             membership.trainer_group.rebuild(store, *place, cpu, timedelta(seconds=PATIENCE))
             membership.members, membership.generation = dict(everyone[rank] for rank in ranks), generation
-            lost.note(0, "a reason", 0, 0)
+            lost.note(0, "a reason")
 
     meet(1, 0, 1, 2, 3)
     meet(2, 0, 1, 2)
@@ -211,7 +212,7 @@ def call_in_generations(group, lighthouse, folder, alone):
         wait_until(lambda: lost.reported, "the call is over")
     sums = group.all_reduce(torch.tensor([lost.reported if node == "a" else 0.0]))
     if node in "ad":
-        lost.tallied(float(sums))
+        lost.tallied(Ballot(votes=1.0, reported=float(sums)))
     meet(alone, 1)
     meet(alone + 1, 1, 2)
     lost.close()
