@@ -1,10 +1,9 @@
 """Collectives of training: the differentiable all-to-all and the reduction of gradients.
 
-There is no communicator per expert, as placements change. Two uneven all-to-alls over the world group reduce expert
-gradients.
-Each host of an expert owns a shard of its gradient; it receives that shard from all other hosts, sums in rank order
-and returns the sum, so that all replicas get the same bits. Other gradients use bucketed all-reduce, or an all-to-all
-to the owner of each, in buckets of which every owner has an equal part.
+There is no communicator per expert, as placements change. Uneven all-to-alls over the world group reduce expert
+gradients, in rank order, so that all replicas get the same bits. The two hosts of an expert exchange its gradient. With
+more hosts, each owns a shard: it receives that shard from all other hosts, and returns the sum in a second all-to-all.
+Other gradients use bucketed all-reduce, or those of `comm.owner_collectives`.
 
 Gradients of 16 bits are summed in float32 and rounded once; those of experts travel with 16 bits.
 """
@@ -14,8 +13,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import zip_longest
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -90,13 +88,18 @@ class Slice:
         return replace(self, rows=self.rows + 1) if other == following else None
 
 
-class _Round(NamedTuple):
-    """Parts of gradients that are summed by one exchange."""
+@dataclass
+class _Round:
+    """Parts of gradients that are summed together."""
 
+    pairs: list[list[Slice]]
+    """Per rank: rows of experts that it and this rank alone host, which both sum."""
     mine: list[tuple[Slice, list[int]]]
     """Shards that this rank sums, each with all hosts of the expert."""
     theirs: list[list[Slice]]
-    """Per rank: the parts of local gradients that it sums."""
+    """Per rank: the shards of local gradients that it sums."""
+    has_shards: bool = False
+    """Whether any rank sums shards."""
 
 
 class ExpertReducer:
@@ -112,7 +115,8 @@ class ExpertReducer:
 
     Example: expert 0 of 10 elements is hosted by ranks 1, 2 and 4. Rank 1 owns elements 0–3, rank 2 4–6, rank 4 7–9.
     Rank 2 sends elements 0–3 to rank 1 and 7–9 to rank 4, receives 4–6 from both, sums them in the order 1, 2, 4,
-    and sends the sum to both.
+    and sends the sum to both. Expert 1, hosted by ranks 1 and 2 alone, travels once: each sends all to the other, which
+    is as many bytes as a half and the sum of the other half, in one exchange instead of two.
     """
 
     def __init__(
@@ -136,18 +140,23 @@ class ExpertReducer:
 
     def _add(self, layer: int, row: int, start: int, stop: int, hosts: list[int]) -> None:
         if self._left_R[hosts].min() < stop - start:
-            self._rounds.append(_Round([], [[] for _ in range(self._size)]))
+            self._rounds.append(_Round([[] for _ in range(self._size)], [], [[] for _ in range(self._size)]))
             self._left_R[:] = self._room
         self._left_R[hosts] -= stop - start
+        now, is_pair = self._rounds[-1], len(hosts) == 2
+        now.has_shards = now.has_shards or not is_pair
         if self._rank not in hosts:
+            return
+        if is_pair:
+            _append(now.pairs[sum(hosts) - self._rank], Slice(layer, row, start, stop))
             return
         bounds = [start + (stop - start) * i // len(hosts) for i in range(len(hosts) + 1)]
         for i, host in enumerate(hosts):
             part = Slice(layer, row, bounds[i], bounds[i + 1])
             if host != self._rank:
-                _append(self._rounds[-1].theirs[host], part)
+                _append(now.theirs[host], part)
                 continue
-            mine = self._rounds[-1].mine
+            mine = now.mine
             joined = mine[-1][0].joined(part) if mine and mine[-1][1] == hosts else None
             mine[-1 if joined else len(mine) :] = [(joined or part, hosts)]
 
@@ -158,8 +167,8 @@ class ExpertReducer:
 
     def reduce(self, gradients: Sequence[Tensor], group: Group) -> None:
         """Replace each layer's gradient `[e, row]` by the sum over all hosts, in place. Collective."""
-        for sums in self.sums(gradients, group):
-            write_parts(sums, gradients)
+        for each in self._rounds if group.size > 1 else ():
+            write_parts(self._sum_round(each, gradients, group, in_place=True), gradients)
 
     def sums(self, gradients: Sequence[Tensor], group: Group) -> Iterator[list[tuple[Slice, Tensor]]]:
         """Yield the parts of each round and their sums over all hosts, in the gradients' type. Collective.
@@ -169,21 +178,31 @@ class ExpertReducer:
             group: the ranks.
         """
         for each in self._rounds if group.size > 1 else ():
-            yield self._sum_round(each, gradients, group)
+            yield self._sum_round(each, gradients, group, in_place=False)
 
-    def _sum_round(self, each: _Round, gradients: Sequence[Tensor], group: Group) -> list[tuple[Slice, Tensor]]:
-        send = [sum(part.elements for part in parts) for parts in each.theirs]
-        receive = [0] * group.size
+    def _sum_round(
+        self, each: _Round, gradients: Sequence[Tensor], group: Group, *, in_place: bool
+    ) -> list[tuple[Slice, Tensor]]:
+        """Return the sums that are not written, as they may be `in_place`."""
+        pairs, theirs = _elements(each.pairs), _elements(each.theirs)
+        mine = [0] * group.size
         for part, hosts in each.mine:
             for host in hosts:
-                receive[host] += part.elements * (host != group.rank)
+                mine[host] += part.elements * (host != group.rank)
         wire = functools.reduce(torch.promote_types, (gradient.dtype for gradient in gradients))
-        theirs = [part for parts in each.theirs for part in parts]
-        outgoing = _joined([part.of(gradients) for part in theirs], gradients[0].new_empty(0)).to(wire)
-        incoming = group.all_to_all(outgoing, send, receive)
-        totals, back = self._sum(each.mine, incoming.split(receive), gradients, group.rank)
-        returned = group.all_to_all(back, receive, send)
-        return [*totals, *zip(theirs, returned.split([part.elements for part in theirs]), strict=True)]
+        sent = [part for parts_R in zip(each.pairs, each.theirs, strict=True) for parts in parts_R for part in parts]
+        outgoing = _joined([part.of(gradients) for part in sent], gradients[0].new_empty(0)).to(wire)
+        send, receive = ([a + b for a, b in zip(pairs, other, strict=True)] for other in (theirs, mine))
+        incoming = group.all_to_all(outgoing, send, receive).split(receive)
+        sums = _sum_pairs(each.pairs, incoming, gradients, in_place=in_place)
+        if not each.has_shards:
+            return sums
+        totals, back = self._sum(
+            each.mine, [values[n:] for values, n in zip(incoming, pairs, strict=True)], gradients, group.rank
+        )
+        shards = [part for parts in each.theirs for part in parts]
+        returned = group.all_to_all(back, mine, theirs).split([part.elements for part in shards])
+        return [*sums, *totals, *zip(shards, returned, strict=True)]
 
     @staticmethod
     def _sum(
@@ -213,6 +232,36 @@ class ExpertReducer:
         receivers = [host for host in range(len(incoming)) if host != rank]
         back = [sums[each] for host in receivers for each, (_, hosts) in enumerate(mine) if host in hosts]
         return [(part, sums[each]) for each, (part, _) in enumerate(mine)], _joined(back, none)
+
+
+def _sum_pairs(
+    pairs: Sequence[Sequence[Slice]], incoming: Sequence[Tensor], gradients: Sequence[Tensor], *, in_place: bool
+) -> list[tuple[Slice, Tensor]]:
+    """Sum what two ranks host, on a GPU in one launch; return the sums that are not written.
+
+    Args:
+        pairs: parts that this rank shares with each rank.
+        incoming: from each rank its values of these parts, `[n]`, and maybe more.
+        gradients: `[e, row]` of each layer.
+        in_place: whether to write the sums.
+    """
+    parts, others = [part for some in pairs for part in some], []
+    for some, values in zip(pairs, incoming, strict=True):
+        lengths = [part.elements for part in some]
+        others += values[: sum(lengths)].split(lengths)
+    if not parts:
+        return []
+    own = [part.of(gradients) for part in parts]
+    others = [values.view_as(each) for values, each in zip(others, own, strict=True)]
+    if in_place:
+        torch._foreach_add_(own, others)
+        return []
+    return list(zip(parts, torch._foreach_add(own, others), strict=True))
+
+
+def _elements(parts_R: Iterable[Iterable[Slice]]) -> list[int]:
+    """Return the number of elements in each rank's parts."""
+    return [sum(part.elements for part in parts) for parts in parts_R]
 
 
 def _joined(tensors: Sequence[Tensor], none: Tensor) -> Tensor:
@@ -251,107 +300,3 @@ def sum_flat(flat: Tensor, group: Group) -> None:
     for share in group.all_to_all(flat, lengths, [own] * group.size).split(own):
         total += share
     flat.copy_(group.all_to_all(total.to(flat.dtype).repeat(group.size), [own] * group.size, lengths))
-
-
-# ---- tensors with one owner each
-
-
-def reduce_to_owners(gradients_R: Sequence[Sequence[Tensor]], group: Group) -> None:
-    """Sum each gradient over all ranks at its owner, in rank order and at least in float32. Collective.
-
-    Gradients on other ranks keep their values.
-
-    Args:
-        gradients_R: the gradients that each rank owns; the same shapes and types on all ranks.
-        group: the ranks.
-
-    Example: rank 0 owns a gradient [2], rank 1 one [1]. Rank 0 sends one element to rank 1, gets two, and adds them to
-    its own.
-    """
-    if group.size == 1:
-        return
-    flat_R = [[gradient.detach().reshape(-1) for gradient in gradients] for gradients in gradients_R]
-    for pieces_R in _rounds(flat_R):
-        some = next(piece for pieces in pieces_R for piece in pieces)
-        mine, pieces_R[group.rank] = pieces_R[group.rank], []
-        own = torch.cat([some[:0], *mine])
-        send = [sum(len(piece) for piece in pieces) for pieces in pieces_R]
-        receive = [len(own) * (rank != group.rank) for rank in range(group.size)]
-        outgoing = torch.cat([some[:0], *(piece for pieces in pieces_R for piece in pieces)])
-        parts = list(group.all_to_all(outgoing, send, receive).split(receive))
-        parts[group.rank] = own
-        total = parts[0].to(torch.promote_types(own.dtype, torch.float32), copy=True)
-        for part in parts[1:]:
-            total += part
-        _fill(mine, total)
-    _write_back(gradients_R[group.rank], flat_R[group.rank])
-
-
-def send_from_owners(tensors_R: Sequence[Sequence[Tensor]], group: Group) -> None:
-    """Copy tensors of any types from the rank that owns each to all others, in place. Collective.
-
-    Args:
-        tensors_R: the tensors that each rank owns; the same shapes and types on all ranks.
-        group: the ranks.
-    """
-    if group.size == 1:
-        return
-    flat_R = [[tensor.detach().reshape(-1).view(torch.uint8) for tensor in tensors] for tensors in tensors_R]
-    for pieces_R in _rounds(flat_R):
-        some = next(piece for pieces in pieces_R for piece in pieces)
-        mine = torch.cat([some[:0], *pieces_R[group.rank]])
-        pieces_R[group.rank] = []  # an owner's tensors stay untouched: replicas repeat only what its steps have written
-        receive = [sum(len(piece) for piece in pieces) for pieces in pieces_R]
-        send = [len(mine) * (rank != group.rank) for rank in range(group.size)]
-        incoming = group.all_to_all(mine.repeat(group.size - 1), send, receive)
-        for pieces, part in zip(pieces_R, incoming.split(receive), strict=True):
-            _fill(pieces, part)
-    for rank, (tensors, flat) in enumerate(zip(tensors_R, flat_R, strict=True)):
-        if rank != group.rank:
-            _write_back(tensors, flat)
-
-
-def _rounds(flat_R: Sequence[Sequence[Tensor]]) -> Iterator[list[list[Tensor]]]:
-    """Yield rounds: for each rank pieces `[n]` of one type that it owns, together up to a bucket.
-
-    Args:
-        flat_R: tensors `[n]` that each rank owns.
-
-    Example, with room for two elements of each rank: a tensor of 3 elements on rank 0 and one of 1 element on rank 1
-    give pieces of 2 and 1 elements, then of 1 on rank 0 alone.
-    """
-    for dtype, device in dict.fromkeys((tensor.dtype, tensor.device) for flat in flat_R for tensor in flat):
-        room = max(1, BUCKET_BYTES // dtype.itemsize // len(flat_R))
-        queues = (_pieces([t for t in flat if (t.dtype, t.device) == (dtype, device)], room) for flat in flat_R)
-        yield from map(list, zip_longest(*queues, fillvalue=[]))
-
-
-def _pieces(flat: Sequence[Tensor], room: int) -> Iterator[list[Tensor]]:
-    """Yield lists of pieces, each of `room` elements in all but the last."""
-    pieces: list[Tensor] = []
-    left = room
-    for tensor in flat:
-        start = 0
-        while start < len(tensor):
-            piece = tensor[start : start + left]
-            pieces.append(piece)
-            start, left = start + len(piece), left - len(piece)
-            if not left:
-                yield pieces
-                pieces, left = [], room
-    if pieces:
-        yield pieces
-
-
-def _fill(pieces: Sequence[Tensor], values: Tensor) -> None:
-    """Copy values into pieces `[n]` of one type, on a GPU in one launch."""
-    if pieces:
-        parts = values.to(pieces[0].dtype).split([len(piece) for piece in pieces])
-        torch._foreach_copy_(list(pieces), list(parts))
-
-
-def _write_back(tensors: Sequence[Tensor], flat: Sequence[Tensor]) -> None:
-    """Copy the values of tensors that are not contiguous back into them: `flat` holds copies of those."""
-    for tensor, values in zip(tensors, flat, strict=True):
-        if not tensor.is_contiguous():
-            tensor.detach().copy_(values.view(tensor.dtype).view(tensor.shape))

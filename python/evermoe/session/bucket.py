@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors
 
-from evermoe.comm.collectives import ExpertReducer, Slice, reduce_to_owners, sum_flat, write_parts
+from evermoe.comm.collectives import ExpertReducer, Slice, sum_flat, write_parts
 from evermoe.comm.group import Group
+from evermoe.comm.owner_collectives import reduce_to_owners
 from evermoe.moe.experts import Experts
 from evermoe.session.gradients import extremes
 from evermoe.state.shards import Shards

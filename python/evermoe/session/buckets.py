@@ -27,10 +27,10 @@ from torch import Tensor, nn
 
 from evermoe.comm.arrivals import Arrivals, Sent
 from evermoe.comm.background_collectives import BackgroundCollectives, Pending
-from evermoe.comm.collectives import send_from_owners
 from evermoe.comm.group import Group
 from evermoe.comm.island import Island
 from evermoe.comm.membership import MembershipManager
+from evermoe.comm.owner_collectives import send_from_owners
 from evermoe.errors import PeerLost
 from evermoe.planning.footprint import BUCKET_BYTES
 from evermoe.session.bucket import Bucket, BucketSum, plan_buckets

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from evermoe.comm.background_collectives import BackgroundCollectives, Pending
-from evermoe.comm.collectives import send_from_owners
+from evermoe.comm.owner_collectives import send_from_owners
 from evermoe.errors import PeerLost, UnsupportedState
 
 COMPILED = (

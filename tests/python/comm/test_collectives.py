@@ -189,12 +189,9 @@ def test_rows_with_the_same_hosts_are_one_part():
     """Two ranks with all of six experts, and one with the third alone."""
     matrix = np.array([[1] * 6, [1] * 6, [0, 0, 1, 0, 0, 0]])
     (only,) = ExpertReducer([matrix], [6], 0)._rounds
-    assert only.mine == [
-        (Slice(0, 0, 0, 3, 2), [0, 1]),
-        (Slice(0, 2, 0, 2), [0, 1, 2]),
-        (Slice(0, 3, 0, 3, 3), [0, 1]),
-    ]
-    assert only.theirs == [[], [Slice(0, 0, 3, 6, 2), Slice(0, 2, 2, 4), Slice(0, 3, 3, 6, 3)], [Slice(0, 2, 4, 6)]]
+    assert only.pairs == [[], [Slice(0, 0, 0, 6, 2), Slice(0, 3, 0, 6, 3)], []]
+    assert only.mine == [(Slice(0, 2, 0, 2), [0, 1, 2])]
+    assert only.theirs == [[], [Slice(0, 2, 2, 4)], [Slice(0, 2, 4, 6)]]
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -206,17 +203,19 @@ def test_a_round_takes_at_most_a_bucket_from_each_rank(seed, elements):
     covered = [np.zeros((layer, experts), int) for layer, experts in zip(LENGTHS, (6, 3), strict=True)]
     for rounds in zip(*(reducer._rounds for reducer in reducers), strict=True):
         for each in rounds:
-            parts = [part for part, _ in each.mine] + [part for parts in each.theirs for part in parts]
+            parts = [part for part, _ in each.mine] + [part for some in (*each.theirs, *each.pairs) for part in some]
             assert sum(part.elements for part in parts) <= elements
     for rank, reducer in enumerate(reducers):
-        for part, hosts in (each for only in reducer._rounds for each in only.mine):
+        shards = [each for only in reducer._rounds for each in only.mine]
+        pairs = [(part, other) for only in reducer._rounds for other, parts in enumerate(only.pairs) for part in parts]
+        for part, hosts in [*shards, *((part, sorted((rank, other))) for part, other in pairs)]:
             for row in range(part.row, part.row + part.rows):
                 expert = np.flatnonzero(placed[part.layer][rank])[row]
                 assert hosts == np.flatnonzero(placed[part.layer][:, expert]).tolist()
                 covered[part.layer][part.start : part.stop, expert] += 1
     for layer, found in enumerate(covered):
-        shared = (placed[layer] > 0).sum(0) > 1
-        assert (found == shared).all(), "each element of a shared expert is summed once, and no other"
+        hosts = (placed[layer] > 0).sum(0)
+        assert (found == np.where(hosts == 2, 2, hosts > 1)).all(), "by both of two hosts, or by one of more"
 
 
 # ---- other gradients
@@ -246,6 +245,23 @@ def count_expert_bytes(group, dtype):
 def test_halves_of_experts_travel_with_16_bits(tmp_path):
     wide, half = (sum(run_threads(tmp_path, 2, count_expert_bytes, t)) for t in (torch.float32, torch.bfloat16))
     assert wide == 2 * half > 0
+
+
+def count_exchanges(group, hosts):
+    exchanges, all_to_all = [], group.all_to_all
+    group.all_to_all = lambda *call: exchanges.append(1) or all_to_all(*call)
+    matrix = np.zeros((3, 3), np.int64)
+    for expert, ranks in enumerate(hosts):
+        matrix[ranks, expert] = 1
+    reduce_experts(group, [matrix, np.eye(3, dtype=np.int64)], torch.float32, 1 << 20)
+    return len(exchanges)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "exchanges"), [(([0], [1], [2]), 0), (([0, 1], [1, 2], [0, 2]), 1), (([0, 1], [2], [0, 1, 2]), 2)]
+)
+def test_gradients_of_two_hosts_travel_once(tmp_path, hosts, exchanges):
+    assert run_threads(tmp_path, 3, count_exchanges, hosts) == [exchanges] * 3
 
 
 class Ops(TorchDispatchMode):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from evermoe.comm import collectives
-from evermoe.comm.collectives import reduce_to_owners, send_from_owners
+from evermoe.comm import owner_collectives
 from evermoe.comm.group import Group
+from evermoe.comm.owner_collectives import reduce_to_owners, send_from_owners
 from support.ranks import run_threads
 
 SIZE = 3
@@ -32,7 +32,7 @@ def reduced(group):
 
 def test_gradients_are_summed_at_their_owners_in_rank_order(tmp_path, monkeypatch):
     for nbytes in BUCKETS:
-        monkeypatch.setattr(collectives, "BUCKET_BYTES", nbytes)
+        monkeypatch.setattr(owner_collectives, "BUCKET_BYTES", nbytes)
         for rank, by_dtype in enumerate(run_threads(tmp_path, SIZE, reduced)):
             for dtype, tensors_R in zip((torch.float32, torch.bfloat16, torch.float64), by_dtype, strict=True):
                 check_sums(rank, dtype, tensors_R)
@@ -69,7 +69,7 @@ def sent(group):
 def test_weights_are_sent_bit_for_bit(tmp_path, monkeypatch):
     expected = [drawn(rank, torch.float32) for rank in range(SIZE)]
     for nbytes in BUCKETS:
-        monkeypatch.setattr(collectives, "BUCKET_BYTES", nbytes)
+        monkeypatch.setattr(owner_collectives, "BUCKET_BYTES", nbytes)
         for found in run_threads(tmp_path, SIZE, sent):
             assert torch.equal(found[0][0], expected[0][0][0].t())
             assert torch.equal(found[0][1], expected[0][0][1].bfloat16())
@@ -89,12 +89,8 @@ def test_a_single_rank_and_no_tensors(tmp_path):
     assert run_threads(tmp_path, 2, kept) == [[[], []]] * 2
 
 
-def test_a_bucket_takes_about_the_same_size_from_each_owner():
+def test_a_bucket_takes_about_the_same_size_from_each_owner(monkeypatch):
     flat_R = [[torch.arange(3)], [torch.arange(1)]]
-    collectives_room = collectives.BUCKET_BYTES
-    try:
-        collectives.BUCKET_BYTES = 2 * 2 * 8
-        pieces = [[[piece.tolist() for piece in each] for each in pieces] for pieces in collectives._rounds(flat_R)]
-    finally:
-        collectives.BUCKET_BYTES = collectives_room
+    monkeypatch.setattr(owner_collectives, "BUCKET_BYTES", 2 * 2 * 8)
+    pieces = [[[piece.tolist() for piece in each] for each in pieces] for pieces in owner_collectives._rounds(flat_R)]
     assert pieces == [[[[0, 1]], [[0]]], [[[2]], []]]

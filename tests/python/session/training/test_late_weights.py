@@ -10,8 +10,8 @@ from torch import nn
 
 from evermoe import ElasticSampler, Session
 from evermoe.comm.background_collectives import BackgroundCollectives
-from evermoe.comm.collectives import send_from_owners
 from evermoe.comm.group import Group
+from evermoe.comm.owner_collectives import send_from_owners
 from evermoe.errors import PeerLost, UnsupportedState
 from evermoe.session import late_weights
 from evermoe.session.late_weights import LateWeights
