@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from evermoe.comm import group as group_module
+from evermoe.comm import gloo
 from evermoe.comm.collectives import ExpertReducer, Slice, sum_flat
 from evermoe.comm.gather import share_json
 from evermoe.comm.group import Group
@@ -110,7 +110,6 @@ def test_a_dropped_group_raises_peer_lost_everywhere(tmp_path):
 
 def wait_for_a_slow_peer(group, place):
     """Members connect within a shorter time than they wait for each other afterwards."""
-    group_module.CONNECT_SECONDS = 1.0
     store = dist.FileStore(place, group.size)
     group.rebuild(store, group.rank, group.size, torch.device("cpu"), timedelta(seconds=20))
     box = torch.zeros(1)
@@ -123,7 +122,8 @@ def wait_for_a_slow_peer(group, place):
     return box
 
 
-def test_a_slow_member_is_not_lost(tmp_path):
+def test_a_slow_member_is_not_lost(tmp_path, monkeypatch):
+    monkeypatch.setattr(gloo, "CONNECT_SECONDS", 1.0)
     assert run_threads(tmp_path, 2, wait_for_a_slow_peer, str(tmp_path / "second"))[0].item() == 1
 
 
@@ -262,6 +262,22 @@ def count_exchanges(group, hosts):
 )
 def test_gradients_of_two_hosts_travel_once(tmp_path, hosts, exchanges):
     assert run_threads(tmp_path, 3, count_exchanges, hosts) == [exchanges] * 3
+
+
+def reduce_and_gather(group, values):
+    mine = values[group.rank]
+    return group.all_reduce(mine.clone()), group.all_gather(mine)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int64, torch.bfloat16])
+def test_small_tensors_travel_at_once_and_large_ones_in_a_ring(tmp_path, dtype):
+    limit = gloo.SMALL_BYTES // dtype.itemsize
+    for n in (0, 1, limit, limit + 1):
+        generator = torch.Generator().manual_seed(n)
+        values = [torch.randint(-9, 9, (n,), generator=generator).to(dtype) for _ in range(3)]
+        for reduced, gathered in run_threads(tmp_path, 3, reduce_and_gather, values):
+            assert torch.equal(gathered, torch.stack(values))
+            assert torch.equal(reduced, sum(values))
 
 
 class Ops(TorchDispatchMode):
