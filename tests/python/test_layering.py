@@ -53,7 +53,6 @@ MANY_ATTRIBUTES = {
     "Experts": 22,
     "Protection": 26,
     "MembershipManager": 37,
-    "Replicas": 25,
 }
 """Classes that set more, today, and how many."""
 TWINS = {

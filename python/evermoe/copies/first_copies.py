@@ -88,7 +88,7 @@ class FirstCopies:
     def have_arrived(self) -> bool:
         """Wait for the copies that were begun; return whether they are complete, as far as this member knows."""
         is_complete = all([keeper.wait_for_copies() for keeper in self._keepers])
-        is_complete = is_complete and not (self._replicas is not None and self._replicas.lacks_states)
+        is_complete = is_complete and not (self._replicas is not None and self._replicas.requests.lacks_first)
         is_lost = self._membership.trainer_group.broken is not None or any(keeper.lost for keeper in self._keepers)
         self.failed = any(keeper.problem for keeper in self._keepers) or (not is_complete and not is_lost)
         return is_complete
@@ -121,7 +121,7 @@ class FirstCopies:
         lost = next(filter(None, (keeper.lost for keeper in self._keepers)), None)
         if lost is not None:
             raise PeerLost(lost)
-        lacks_some = self._replicas is not None and bool(self._replicas.take_requests())
+        lacks_some = self._replicas is not None and bool(self._replicas.requests.take())
         return is_complete and not lacks_some
 
     def finish_plan(self) -> None:

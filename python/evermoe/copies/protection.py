@@ -86,8 +86,7 @@ class Protection:
         self.ledger = LossLedger(state, options.preset.group(Pec), records_copies=self.lagging != "never")
         selector = self.selector = ExpertSelector(state, options.preset, self.ledger)
         self.snapshots = Snapshots(state, store, membership, options, emit)
-        pacer, message_bytes = self.snapshots.pacer, options.windows.copy_buffer_bytes
-        self.replicas = Replicas(state, membership, options, arithmetics, emit, pacer, message_bytes)
+        self.replicas = Replicas(state, membership, options, arithmetics, emit, self.snapshots.pacer)
         self.keepers: tuple[Keeper, ...] = self.snapshots, self.replicas
         """All keepers of copies, in the order in which they are called."""
         self.window_planner = self.snapshots.window_planner
@@ -247,7 +246,7 @@ class Protection:
             if self.first.is_arriving:
                 is_complete = self.first.have_arrived() and is_complete
         self._emit(Confirm(step))
-        return is_complete, len(self.replicas.requests)
+        return is_complete, len(self.replicas.requests.units)
 
     def _select(self) -> set[str] | None:
         """Return the units whose replicas follow the step that begins; None for all."""

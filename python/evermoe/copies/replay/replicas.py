@@ -18,7 +18,6 @@ from typing import Any
 from torch import Tensor
 
 from evermoe.comm.courier import Courier
-from evermoe.comm.gather import gather_json
 from evermoe.comm.membership import MembershipManager
 from evermoe.comm.pacer import Pacer
 from evermoe.comm.task import Task
@@ -27,16 +26,19 @@ from evermoe.copies.replay.calibrate import Arithmetics
 from evermoe.copies.replay.devices import check_device
 from evermoe.copies.replay.dispute import Dispute
 from evermoe.copies.replay.exchange import ExchangeResult, ReplayExchange
+from evermoe.copies.replay.followed_units import FollowedUnits
 from evermoe.copies.replay.part import parts_of
 from evermoe.copies.replay.repeater import Damage
+from evermoe.copies.replay.replay_tasks import ReplayTasks
 from evermoe.copies.replay.replayable import can_replay
 from evermoe.copies.replay.source import rules_of
+from evermoe.copies.replay.state_requests import StateRequests
 from evermoe.events import Damaged, GradientsLogged
 from evermoe.events.base_event import Listener
 from evermoe.planning.schedule import DEFAULT_LINK
 from evermoe.presets import ReplayedCopies
 from evermoe.state.keeper import Assignment, Keeper
-from evermoe.state.stored import NO_COPIES
+from evermoe.state.stored import KeptCopies
 from evermoe.state.training_state import TrainingState
 from evermoe.state.version import step_of, version_of
 
@@ -51,8 +53,12 @@ class _ReplicaSet:
     generation: int
     trainers: Mapping[str, Collection[str]]
     """Members that train each unit."""
+    earlier: KeptCopies
+    """Copies with which they begin."""
     base: int = 0
     """Version with which they began."""
+    were_complete: bool = False
+    """Whether all copies of the plan have been complete once."""
 
     def orphans(self, present: Collection[str]) -> set[str]:
         """Return the units kept on this member that no present member trains."""
@@ -101,7 +107,6 @@ class Replicas(Keeper):
         arithmetics: of the optimizers whose steps can be repeated.
         emit: listener of the session.
         pacer: knows when the network is idle. Gradients, and states with which a plan begins, do not wait for that.
-        message_bytes: maximum bytes of a message of other states; None: by the speed of the link.
     """
 
     def __init__(
@@ -112,46 +117,22 @@ class Replicas(Keeper):
         arithmetics: Arithmetics,
         emit: Listener,
         pacer: Pacer,
-        message_bytes: int | None = None,
     ) -> None:
         self._state, self._membership, self._options, self._emit = state, membership, options, emit
         check_device(options.preset.group(ReplayedCopies))
-        self._pacer, self._message_bytes = pacer, message_bytes
-        device = membership.device
+        self._pacer, device = pacer, membership.device
         self.courier = Courier(membership.transport, pacer, "evermoe-gradients", device=device, link=DEFAULT_LINK)
         self.arithmetics = arithmetics
         """Of the optimizers whose steps other members may repeat from their gradients."""
         self._now: _ReplicaSet | None = None
-        self._copies = NO_COPIES
-        """Earlier copies with which replicas of the latest plan begin."""
         self._older: _ReplicaSet | None = None
-        self._was_complete = False
-        """Whether all copies of the latest plan have been complete once."""
-        self._states: Task[ExchangeResult] | None = None
-        """Sends the states with which the replicas of a plan begin; everything else follows it."""
-        self._exchange: Task[ExchangeResult] | None = None
-        self._digests: Task[None] | None = None
-        """Reads the state of some units; the rest of the step follows it."""
-        self._early: Task[None] | None = None
-        """Sends the states from before this step; the exchange follows it."""
-        self._is_healing = False
-        """Whether a member has requested full states, which come with the next step; the same on all members."""
+        self._tasks = ReplayTasks()
         self.is_early = False
         """True if no other rank contributes to these gradients, so they can be sent before reduction."""
-        self._copied: dict[str, int] = {}
-        """Step that its replicas have reached, by unit that this member sends."""
-        self._under_way: set[str] = set()
-        """Units among them whose gradients are sent in the current step."""
-        self._behind: set[str] = set()
-        """Units among them whose replicas receive the state from before each step, since it cannot be repeated."""
-        self.requests: set[str] = set()
-        """Units of which this member needs the full state again."""
-        self.lacks_states = False
-        """Whether a state with which a replica of the latest plan should begin did not arrive intact."""
+        self._followed = FollowedUnits()
+        self.requests = StateRequests()
         self.keeps_disputes = False
         """Whether copies that differ from their trainer's stay, unread, until members have found which is wrong."""
-        self._has_warned = False
-        """Whether the first message that could not be used was reported."""
 
     # ---- the plan
 
@@ -166,12 +147,12 @@ class Replicas(Keeper):
         rank = self._membership.everyone.rank
         if self._now is not None:
             self._now.copies.gradients.close()
-            if self._was_complete:
+            if self._now.were_complete:
                 _close(self._older, self._emit)
                 self._older = self._now
             else:  # never complete: the copies of its predecessor are still the only complete ones
                 _close(self._now, self._emit)
-        self._was_complete, self.requests, self._is_healing = False, set(), False
+        self.requests.restart()
         experts = set(self._state.catalog.experts())
         alone = {each.unit for each in kept if each.unit in experts and len(assignment.active[each.unit]) == 1}
         self.is_early = all(each.unit in alone for each in kept if each.primary == rank)
@@ -184,21 +165,22 @@ class Replicas(Keeper):
             log_bytes=replayed.replay_log_bytes,
             keeps_previous=assignment.copies_late,
             device=replayed.replica_device,
-            message_bytes=self._message_bytes,
+            message_bytes=self._options.windows.copy_buffer_bytes,
             alone=alone,
             bucket_bytes=assignment.gradient_bucket_bytes,
             keeps_disputes=self.keeps_disputes,
         )
         members = list(self._membership.members) or [self._membership.id]
         trainers = {each.unit: [members[rank] for rank in assignment.active[each.unit]] for each in kept}
-        self._now, self._copies = _ReplicaSet(copies, assignment.generation, trainers), assignment.copies
-        self._copied = {each.unit: 0 for each in kept if each.primary == rank and each.holders}
-        self._behind = set(self._copied) - self.replayable(self._copied)
+        self._now = _ReplicaSet(copies, assignment.generation, trainers, assignment.copies)
+        sent = {each.unit for each in kept if each.primary == rank and each.holders}
+        self._followed = FollowedUnits(sent, sent - self.replayable(sent))
 
     def release(self, step: int) -> None:
         """Drop the copies of the previous plan: those of the latest one are complete on all members."""
-        self._was_complete = True
-        self._copied = dict.fromkeys(self._copied, step)
+        assert self._now is not None
+        self._now.were_complete = True
+        self._followed.complete(step)
         _close(self._older, self._emit)
         self._older = None
 
@@ -210,17 +192,17 @@ class Replicas(Keeper):
         `begin_exchange` sends the gradients of these units that have not left during backward, if they
         `may_send_early`. For units that replicas cannot follow, the states from before the step are sent now.
         """
-        self._exchange = self._early = self._digests = None
+        self._tasks.begin_step()
         if self._now is None or not self._now.copies.has_peers:
             return
-        copies, has_states = self._now.copies, self._is_healing or self._options.choices.selects_by_budget
+        copies, has_states = self._now.copies, self.requests.are_answered or self._options.choices.selects_by_budget
         may_send = may_send_early and not self._state.late.is_under_way
         copies.gradients.begin_step(self.courier, step, selected, may_send=may_send)
         read = copies.next_digests()
-        self._digests = None if read is None else self.courier.submit(read)
-        self._is_healing = False
+        self._tasks.digests = None if read is None else self.courier.submit(read)
+        self.requests.are_answered = False
         if has_states:
-            self._early = self.courier.submit(lambda: copies.early.exchange_states(self.courier, step, selected))
+            self._tasks.early = self.courier.submit(lambda: copies.early.exchange_states(self.courier, step, selected))
 
     def on_backward(self, *, ends: bool) -> None:
         """Called as the script begins a backward pass, or with `ends` once its gradients exist, before reduction."""
@@ -232,24 +214,24 @@ class Replicas(Keeper):
         """Begin to send the states of `version` to replicas that do not have them."""
         assert self._now is not None
         self._now.base = version
-        self.lacks_states = False
-        replicas, copies, late = self._now.copies, self._copies, self._state.late
+        self.requests.lacks_first = False
+        replicas, earlier, late = self._now.copies, self._now.earlier, self._state.late
 
         def begin() -> ExchangeResult:
             late.wait(late.missing)
-            return replicas.begin_with(self.courier, step_of(version), copies)
+            return replicas.begin_with(self.courier, step_of(version), earlier)
 
         if replicas.has_peers:
-            self._states = self.courier.submit(begin)
+            self._tasks.states = self.courier.submit(begin)
 
     def begin_exchange(self, step: int, selected: Collection[str] | None) -> None:
         """Begin to send the gradients of the next step that were not sent early: of these units, None for all; once."""
         assert self._now is not None
         copies = self._now.copies
-        if self._exchange is not None or not copies.has_peers:
+        if self._tasks.exchange is not None or not copies.has_peers:
             return
         self._pacer.hurry(everything=False)  # the rest of its states, which come first
-        self._under_way = {unit for unit in self._copied if selected is None or unit in selected}
+        self._followed.begin_exchange(selected)
 
         def exchange() -> ExchangeResult:
             exchanged = copies.exchange_step(self.courier, step, selected)
@@ -258,34 +240,18 @@ class Replicas(Keeper):
                 self._emit(GradientsLogged(step))
             return exchanged
 
-        self._exchange = self.courier.submit(exchange)
+        self._tasks.exchange = self.courier.submit(exchange)
 
     def wait_for_copies(self) -> bool:
         """Wait until all messages that were begun are through; return False if a member was `lost`."""
-        is_done, group = False, self._membership.trainer_group
-        tasks = self._tasks()
-        states: list[Task[Any] | None] = [self._states, self._early]
-        for task in states:
-            if task is not None and not self.courier.wait_for_task(task, group):
-                return False
-        group.on_wait(True)
-        try:
-            is_done = all(each is None or each.wait() for each in tasks)
-        finally:
-            group.on_wait(False, is_done)
-        for began in (self._states, self._exchange):
-            if began is not None and began.result is not None:
-                self.requests |= began.result.needs_full_state
-                if self.requests and not self._has_warned:
-                    self._has_warned = True
-                    logger.warning(
-                        "this node's copy of %s waits for its full state, which comes with the next step: %s",
-                        min(self.requests),
-                        began.result.problem,
-                    )
-                self.lacks_states |= began is self._states and bool(began.result.needs_full_state)
+        group = self._membership.trainer_group
+        if not self._tasks.wait_for_states(self.courier, group):
+            return False
+        is_done = self._tasks.wait_for_all(group, self._early_gradients)
+        for exchanged, begins_plan in self._tasks.results():
+            self.requests.add(exchanged, begins_plan=begins_plan)
         if is_done:
-            self._states = None
+            self._tasks.states = None
         return is_done
 
     def before_vote(self, step: int) -> bool:
@@ -295,35 +261,28 @@ class Replicas(Keeper):
     @property
     def lost(self) -> str | None:
         """Reason why the messages did not get through."""
-        return next((task.lost for task in self._tasks() if task is not None and task.lost), None)
+        return next((task.lost for task in self._tasks.begun(self._early_gradients) if task.lost), None)
 
-    def _tasks(self) -> list[Task[Any] | None]:
-        """Return the tasks of the step, and the earlier ones."""
-        gradients = [] if self._now is None else self._now.copies.gradients.tasks
-        return [self._states, self._digests, self._early, *gradients, self._exchange]
+    @property
+    def _early_gradients(self) -> list[Task[Any]]:
+        """Tasks that send gradients during backward."""
+        return [] if self._now is None else self._now.copies.gradients.tasks
 
     def after_update(self, version: int, clip: float | None) -> None:
         """Let replicas take the step, with gradients multiplied by `clip`; None: they skip its update, too."""
         assert self._now is not None
         self._now.copies.commit_step(clip)
-        self._copied |= {unit: step_of(version) - (unit in self._behind) for unit in self._under_way}
+        self._followed.after_update(step_of(version))
 
     def lag(self, step: int) -> dict[str, int]:
         """Return the lag of the oldest `replayed` copy."""
-        return {"replayed": step - min(self._copied.values())} if self._copied else {}
-
-    def take_requests(self) -> set[str]:
-        """Return the units of which this member needs the full state; they count as requested from now on."""
-        requests, self.requests = self.requests, set()
-        return requests
+        return self._followed.lag(step)
 
     def heal_replicas(self, primary: Callable[[str], int]) -> None:
         """Gather the requests for full states, which their senders send with the next step; collective."""
         assert self._now is not None
         everyone = self._membership.everyone
-        found = gather_json(everyone, sorted(self.take_requests()))
-        self._is_healing = any(found)
-        for unit in {unit for units in found for unit in units}:
+        for unit in self.requests.gather(everyone):
             if primary(unit) == everyone.rank:
                 self._now.copies.sender.request_full_state(unit)
 
@@ -344,8 +303,8 @@ class Replicas(Keeper):
     def settle(self) -> bool:
         """Wait until nothing is in flight; return whether all of it got through."""
         self._pacer.hurry(everything=False)
-        is_complete = all([task is None or task.wait() for task in self._tasks()])
-        self._states = self._digests = self._early = self._exchange = None
+        is_complete = all([task.wait() for task in self._tasks.begun(self._early_gradients)])
+        self._tasks = ReplayTasks()
         if self._now is not None:
             self._now.copies.gradients.tasks.clear()
             self._now.copies.gradients.stop_sending()
