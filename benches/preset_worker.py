@@ -307,7 +307,7 @@ class Worker:
         return sum(sent.nbytes for courier in self._couriers() for sent in courier.sent if sent.start >= start)
 
     def _couriers(self):
-        return self.session._protection.couriers if self.is_session else ()
+        return self.session._protection.snapshots.window_planner.speeds.couriers if self.is_session else ()
 
 
 class Turn:

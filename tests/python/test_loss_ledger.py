@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from evermoe import MoE
+from evermoe.copies.copy_selection import CopySelection
 from evermoe.copies.loss_ledger import LossLedger
 from evermoe.copies.protection import Protection
 from evermoe.presets import Pec
@@ -86,8 +88,10 @@ def test_a_copy_that_never_came_to_be_before_one_that_did_changes_nothing(ledger
 def test_copies_of_both_kinds_after_a_step_pass_over_the_others_once():
     """The first replica repeats the step, the second gets the state before it, and the third expert has none."""
     ledger = make_ledger(experts=3)
-    protection = SimpleNamespace(ledger=ledger, keepers=[], first=SimpleNamespace(version=None), _step_began=0.0)
-    protection._selected, protection._behind = {FIRST, SECOND, "dense"}, {SECOND}
+    selected = SimpleNamespace(now={FIRST, SECOND, "dense"}, _behind={SECOND}, _ledger=ledger)
+    selected.record_step = partial(CopySelection.record_step, selected)
+    first = SimpleNamespace(version=None)
+    protection = SimpleNamespace(ledger=ledger, keepers=[], first=first, selection=selected, _step_began=0.0)
     ledger.take(1, 5, 50, 500)
     ledger.layer.experts.count.reset()
     ledger.layer.experts.count.add(np.array([7, 70, 0]), is_counted=True)
@@ -153,7 +157,7 @@ def count_after_a_recovery_that_failed(group):
         before = version_of(2, 2)
     ledger.lost_LE[:] = [[12, 0]]  # as with the state of rank 1, which is newer
     protection = SimpleNamespace(
-        lagging="always",
+        options=SimpleNamespace(lagging="always"),
         state=SimpleNamespace(layers=[""]),
         ledger=ledger,
         _membership=SimpleNamespace(everyone=group),

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from evermoe.options import Options, option
 from evermoe.planning.presets import PRESETS, Preset, PresetName
+from evermoe.planning.recovery import Lagging
 from evermoe.presets import IdleWindows, PresetOptions, Versions
 
 
@@ -48,6 +49,12 @@ class CopyConfig(Options):
     def steps_per_version(self) -> int | None:
         """Steps over which each version of the complete state is copied; None for as few as idle windows need."""
         return self.preset.group(Versions).snapshot_interval if self.choices.copies_late else 1
+
+    @property
+    def lagging(self) -> Lagging:
+        """Whether a recovery may take experts at older versions than the rest."""
+        lagging = self.choices.lagging
+        return lagging if lagging != "if needed" or self.replication else "never"
 
     def shared(self) -> dict[str, str]:
         """Return what must be the same for all members, as text by name: preset, replication, the preset's options."""

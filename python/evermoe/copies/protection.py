@@ -18,6 +18,7 @@ from evermoe.comm.courier import Sent
 from evermoe.comm.gather import gather_json, share_json
 from evermoe.comm.membership import MembershipManager
 from evermoe.config.copies import CopyConfig
+from evermoe.copies.copy_selection import CopySelection
 from evermoe.copies.first_copies import FirstCopies
 from evermoe.copies.loss_ledger import LossLedger
 from evermoe.copies.protection_inputs import (
@@ -37,7 +38,6 @@ from evermoe.copies.protection_inputs import (
 )
 from evermoe.copies.replay.calibrate import Arithmetics
 from evermoe.copies.replay.replicas import Replicas
-from evermoe.copies.selection import ExpertSelector
 from evermoe.copies.snapshot.link import common_message_bytes
 from evermoe.copies.snapshot.rank_plan import COPIES
 from evermoe.copies.snapshot.snapshots import Snapshots
@@ -45,7 +45,6 @@ from evermoe.copies.snapshot.store import SnapshotStore
 from evermoe.events import Confirm, CoverageChanged, ProtectionPlanned, Send
 from evermoe.events.base_event import Listener
 from evermoe.planning.protection import ProtectionPlan, RankInfo
-from evermoe.planning.recovery import Lagging
 from evermoe.presets import Pec
 from evermoe.profile.memory import return_freed_memory_beside
 from evermoe.state.keeper import Assignment, Keeper
@@ -76,36 +75,16 @@ class Protection:
         emit: Listener,
     ) -> None:
         self.state, self.store, self.options, self._emit = state, store, options, emit
-        self._membership, self.preset, self._directory = membership, options.choices, store.directory
+        self._membership = membership
         self.plan = ProtectionPlan([], "no plan yet")
         self.active: dict[str, tuple[int, ...]] = {}
         """Ranks that train each unit, in the latest plan."""
-        lagging = self.preset.lagging
-        self.lagging: Lagging = lagging if lagging != "if needed" or options.replication else "never"
-        """Whether a recovery may take experts at older versions than the rest."""
-        self.ledger = LossLedger(state, options.preset.group(Pec), records_copies=self.lagging != "never")
-        selector = self.selector = ExpertSelector(state, options.preset, self.ledger)
+        self.ledger = LossLedger(state, options.preset.group(Pec), records_copies=options.lagging != "never")
         self.snapshots = Snapshots(state, store, membership, options, emit)
         self.replicas = Replicas(state, membership, options, arithmetics, emit, self.snapshots.pacer)
-        self.keepers: tuple[Keeper, ...] = self.snapshots, self.replicas
-        """All keepers of copies, in the order in which they are called."""
-        self.window_planner = self.snapshots.window_planner
-        """Plans the times at which snapshots are sent."""
-        in_memory = {
-            "load-aware": selector.select_to_snapshot,
-            "budget": lambda: selector.select_for_local_memory(self.window_planner.budgets.local),
-        }
-        self._choose = in_memory.get(self.preset.selection)
-        """Choice of experts for snapshots; None if the preset makes none."""
-        self.couriers = self.window_planner.speeds.couriers = self.replicas.courier, self.snapshots.courier
-        """The threads that send."""
-        self.copies_late = False  # see `Assignment`
-        self._selected: set[str] | None = None
-        """Units whose replicas follow the current step; None for all."""
-        self._followed: set[str] = set()
-        """Units that replicas follow."""
-        self._behind: set[str] = set()
-        """Units whose replicas are a step behind, as they only receive the state."""
+        planner = self.snapshots.window_planner
+        planner.speeds.couriers = self.replicas.courier, self.snapshots.courier
+        self.selection = CopySelection(state, options, self.ledger, planner)
         self.first = FirstCopies(self.keepers, membership, emit, self.replicas)
         """The copies with which a plan begins."""
         self._covered: CoverageChanged | None = None
@@ -113,6 +92,11 @@ class Protection:
         self._step_began = time.monotonic()
         self.step_seconds = 0.0
         """Duration of the last step."""
+
+    @property
+    def keepers(self) -> tuple[Keeper, ...]:
+        """All keepers of copies, in the order in which they are called."""
+        return self.snapshots, self.replicas
 
     # ---- the plan
 
@@ -128,7 +112,7 @@ class Protection:
         self.settle()
         self.first.drop_earlier_copies()  # in case the previous recovery was interrupted
         group = self._membership.everyone
-        mine = member_info(self._membership, self.window_planner.speeds, self.options)
+        mine = member_info(self._membership, self.snapshots.window_planner.speeds, self.options)
         everyone = gather_json(group, {"member": asdict(mine), "failed": self.first.failed})
         shared = None
         if group.rank == 0:  # a member that trains
@@ -142,17 +126,12 @@ class Protection:
         self.store.chunk_bytes = self.options.windows.copy_buffer_bytes or common_message_bytes(links)
         plan = plan_copies(self.options, infos, ranks)
         self.plan = order_by_risk(plan, infos, ranks, copies)
-        kept = self.plan.units
-        self._followed = {each.unit for each in kept if each.kind == "replayed"}
-        followed = self._followed if self.preset.selects_by_budget else None
-        self.selector.replan(self.active, self._membership.num_trainers, followed)
-        self._behind = self._followed - {info.name for info in infos if info.replayable}
-        self.copies_late = plan.is_late(self.preset, self.options.replication)
+        replayable = {info.name for info in infos if info.replayable}
+        self.selection.replan(self.plan, self.active, self._membership.num_trainers, replayable)
+        copies_late = plan.is_late(self.options.choices, self.options.replication)
         still = {info.name: facts.still for info, facts in zip(infos, about, strict=True)}
-        assignment = Assignment(
-            self.plan, self.active, generation, member, self.copies_late, copies, bucket_bytes, still
-        )
-        is_roomy = has_room(assignment, self.state, self._membership, self.options, self._directory)
+        assignment = Assignment(self.plan, self.active, generation, member, copies_late, copies, bucket_bytes, still)
+        is_roomy = has_room(assignment, self.state, self._membership, self.options, self.store.directory)
         waits = waits or not self.options.replication or any(each["failed"] for each in everyone)
         in_background = self.first.begin_plan(copies, waits=waits, has_room=is_roomy)
         assignment = replace(assignment, in_background=in_background)
@@ -220,14 +199,14 @@ class Protection:
         Gradients for replicas `may_send_early`, during backward, or not.
         """
         self._step_began = time.monotonic()
-        self._selected = self._select()
-        self.replicas.begin_step(step, self._selected, may_send_early=may_send_early)
+        self.selection.begin_step()
+        self.replicas.begin_step(step, self.selection.now, may_send_early=may_send_early)
         self.snapshots.pacer.begin_forward()
 
     def begin_exchange(self, step: int, *, are_final: bool) -> None:
         """Begin to send what is complete of this member's unreduced gradients, if they `are_final` then."""
         if are_final and self.replicas.is_early and not self.state.late.is_under_way:
-            self.replicas.begin_exchange(step, self._selected)
+            self.replicas.begin_exchange(step, self.selection.now)
 
     def finish_exchange(self, step: int) -> tuple[bool, int]:
         """Send the gradients of the next step, now that all are complete; wait for what must be protected before it.
@@ -236,24 +215,17 @@ class Protection:
             Whether it is protected, as far as this member knows, and the number of units to report in `heal_copies`.
         """
         self._emit(Send(step))
-        is_due = self.copies_late and self.snapshots.snapshot_schedule.is_due(step)
+        is_due = self.snapshots.copies_late and self.snapshots.snapshot_schedule.is_due(step)
         if is_due or self.first.is_arriving:
             self.snapshots.pacer.hurry()
         with self.snapshots.pacer.busy(COPIES):
             self.state.late.finish()
-            self.replicas.begin_exchange(step, self._selected)
+            self.replicas.begin_exchange(step, self.selection.now)
             is_complete = all([keeper.before_vote(step) for keeper in self.keepers])
             if self.first.is_arriving:
                 is_complete = self.first.have_arrived() and is_complete
         self._emit(Confirm(step))
         return is_complete, len(self.replicas.requests.units)
-
-    def _select(self) -> set[str] | None:
-        """Return the units whose replicas follow the step that begins; None for all."""
-        if not self.preset.selects_by_budget:
-            return None
-        experts = self._followed.intersection(self.state.catalog.experts())
-        return self._followed - experts | self.selector.select_for_peers(self.window_planner.budgets.remote)
 
     def before_update(self) -> None:
         """Finish snapshots of the state before the optimizer writes it."""
@@ -268,8 +240,7 @@ class Protection:
             keeper.after_update(version, clip)
         self.step_seconds = time.monotonic() - self._step_began
         self.ledger.add_step(step_of(version))
-        if self._selected:  # replicas of units that cannot be repeated have the state before the step
-            self.ledger.record_copies(self._selected, version, self._behind)
+        self.selection.record_step(version)
 
     def begin_copies(self, version: int) -> None:
         """Begin to make the scheduled copies of the state, which is that of `version`."""
@@ -277,7 +248,7 @@ class Protection:
         self.snapshots.make_room(step)
         self.snapshots.pacer.begin_step()
         if self.options.replication:
-            scheduled = self.snapshots.scheduled_copies(step, self._choose)
+            scheduled = self.snapshots.scheduled_copies(step, self.selection.for_snapshots)
             if scheduled.remote is not None:
                 self.ledger.record_copies(scheduled.remote, version)
             if scheduled.local is not None:
@@ -298,7 +269,7 @@ class Protection:
 
     def sent_messages(self) -> list[Sent]:
         """Return the latest messages of this member's copies, for traces."""
-        return sorted(self.window_planner.speeds.sent_messages(), key=lambda sent: sent.start)
+        return sorted(self.snapshots.window_planner.speeds.sent_messages(), key=lambda sent: sent.start)
 
     # ---- after a failure
 
@@ -312,7 +283,7 @@ class Protection:
 
     def count_losses(self, stale: Mapping[str, int], version: int, before: int | None) -> dict[str, int]:
         """Return the tokens that each stale expert has lost: see `LossLedger.agree_on_lost`; collective."""
-        if self.lagging == "never" or not self.state.layers:
+        if self.options.lagging == "never" or not self.state.layers:
             return {}
         return self.ledger.agree_on_lost(self._membership.everyone, stale, version, before)
 

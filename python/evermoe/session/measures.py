@@ -86,9 +86,14 @@ class StepMeasures:
         protection, lag = self._protection, self._saving.lag(step + 1)
         for keeper in protection.keepers:
             lag |= keeper.lag(step + 1)
-        sent = dict(zip(("replayed", "snapshot"), (courier.sent_bytes for courier in protection.couriers), strict=True))
+        couriers = {"replayed": protection.replicas.courier, "snapshot": protection.snapshots.courier}
+        sent = {kind: courier.sent_bytes for kind, courier in couriers.items()}
         gpu_bytes = protection.snapshots.rounds.sources.nbytes
-        risk = protection.selector.risk() if self._counts and protection.preset.may_lose_tokens else None
+        risk = (
+            protection.selection.selector.risk()
+            if self._counts and protection.options.choices.may_lose_tokens
+            else None
+        )
         at_risk, waiting = risk or (None, None)
         tokens = self._count_tokens()
         slow = self.slow_members.own_part or self._slow_links.own_part

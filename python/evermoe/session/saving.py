@@ -39,7 +39,8 @@ class Saving:
         protection: Protection,
         emit: Listener,
     ) -> None:
-        self._selector, self._ledger, self._group = protection.selector, protection.ledger, membership.trainer_group
+        self._selector, self._ledger = protection.selection.selector, protection.ledger
+        self._group = membership.trainer_group
         self._own_time = membership.failure_detector.activity.own_time
         self.checkpointer = Checkpointer(config.checkpoints, state, membership, emit)
         """Writes the checkpoints."""

@@ -173,7 +173,7 @@ class RecoveryDriver(TrainingDriver):
     @property
     def window_planner(self) -> WindowPlanner:  # type: ignore[override]
         """Plans when copies are sent."""
-        return self._protection.window_planner
+        return self._protection.snapshots.window_planner
 
     @property
     def has_replica_nodes(self) -> bool:
@@ -343,7 +343,7 @@ class RecoveryDriver(TrainingDriver):
             patient=self._missing.is_patient,
             awaits_living=self._missing.live,
             boosts=self._protection.ledger.boost_factors(),
-            lagging=self._protection.lagging,
+            lagging=self._protection.options.lagging,
             committed=max(0, self.history.committed),
         )
         nodes, spread = _places(self._membership, self._config.copies.replication)

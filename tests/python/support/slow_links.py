@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from evermoe.comm.courier import Courier
-from evermoe.copies.protection import Protection
+from evermoe.copies.copy_selection import CopySelection
 from evermoe.copies.snapshot.rank_plan import RankReport
 from evermoe.copies.snapshot.snapshots import Snapshots
 from evermoe.copies.snapshot.window_plan import WindowPlanner
@@ -41,7 +41,7 @@ class SlowLinkWorker(Worker):
 
     @staticmethod
     def main(options: Options) -> None:
-        note_sent, select = Courier._note_sent, Protection._select
+        note_sent, select = Courier._note_sent, CopySelection.begin_step
         start, budgets_of = Snapshots.begin_copies, WindowPlanner._budgets
 
         def write(event: str, **fields: Any) -> None:
@@ -52,16 +52,15 @@ class SlowLinkWorker(Worker):
             time.sleep(each.message.data.nbytes / RATE)
             note_sent(courier, each)
 
-        def select_and_report(protection: Protection) -> set[str] | None:
-            found = select(protection)
-            experts = set(protection.state.catalog.experts())
+        def select_and_report(selection: CopySelection) -> None:
+            select(selection)
+            experts = set(selection._state.catalog.experts())
             write(
                 "followed",
-                units=sorted(experts & (found or set())),
-                budget=protection.window_planner.budgets.remote,
-                expert_bytes=max(unit.nbytes for unit in protection.state.catalog.units if unit.layer is not None),
+                units=sorted(experts & (selection.now or set())),
+                budget=selection._planner.budgets.remote,
+                expert_bytes=max(unit.nbytes for unit in selection._state.catalog.units if unit.layer is not None),
             )
-            return found
 
         def start_and_report(snapshots: Snapshots, *args: Any) -> None:
             before = snapshots.rounds.current
@@ -78,7 +77,7 @@ class SlowLinkWorker(Worker):
             return found
 
         Courier._note_sent = note_sent_late  # type: ignore[method-assign]
-        Protection._select = select_and_report  # type: ignore[method-assign]
+        CopySelection.begin_step = select_and_report  # type: ignore[method-assign]
         Snapshots.begin_copies = start_and_report  # type: ignore[method-assign]
         WindowPlanner._budgets = budgets_of_and_report  # type: ignore[method-assign]
         worker.main(options)

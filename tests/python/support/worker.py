@@ -366,7 +366,7 @@ def poisoned(loss: torch.Tensor, model: nn.Module, kind: str | None) -> torch.Te
 
 
 def write_traces(options: Options, session: evermoe.Session, profiler: Profiler) -> None:
-    pacing, path = session._protection.window_planner, Path(options.folder) / options.name
+    pacing, path = session._protection.snapshots.window_planner, Path(options.folder) / options.name
     pacing.write_trace(path.with_suffix(".session.json"))
     profiler.rank = session.group.rank
     profiler.write_trace(
@@ -451,7 +451,7 @@ def _train(options: Options, record: Recorder) -> None:
         if step.committed and session.step in options.full:
             importlib.import_module("support.complete_model").write_complete(options, session, record)
         time.sleep(options.late)
-        pacing = session._protection.window_planner
+        pacing = session._protection.snapshots.window_planner
         record.write(
             "paced",
             step=step.number,

@@ -82,7 +82,7 @@ class Snapshots(Keeper):
         return self._options.preset.group(Gemini).copy_pacing == "blocking"
 
     @property
-    def _copies_late(self) -> bool:
+    def copies_late(self) -> bool:
         """Whether the copies of a step are made during the next one: they are complete at its vote, not before."""
         return self.snapshot_schedule.is_used
 
@@ -140,7 +140,7 @@ class Snapshots(Keeper):
         self._is_settled = False
         self._local.restart(step)
         is_urgent = bool(self.bundles.sent) or self._options.choices.selects_by_budget
-        self.window_planner.restart(step, self._copies_late, is_urgent=is_urgent)
+        self.window_planner.restart(step, self.copies_late, is_urgent=is_urgent)
         self.snapshot_schedule.restart(step)
         self.pacer.begin_step()
 
@@ -151,7 +151,7 @@ class Snapshots(Keeper):
         self._former.give_up()
         is_due = (
             self.snapshot_schedule.is_due(step)
-            if self._copies_late
+            if self.copies_late
             else self.bundles.due_for_peers(step) or not self.bundles.sent
         )
         if self.rounds.current is not None and is_due:
@@ -160,7 +160,7 @@ class Snapshots(Keeper):
 
     def before_vote(self, step: int) -> bool:
         """Wait for the copies that must be complete before the vote; return whether they are."""
-        if self.rounds.current is not None and self._copies_late:
+        if self.rounds.current is not None and self.copies_late:
             return not self.snapshot_schedule.is_due(step) or self.wait_for_copies()
         if self.rounds.current is not None and self._former.are_replaced:
             self.pacer.hurry()
@@ -199,7 +199,7 @@ class Snapshots(Keeper):
         self.rounds.current = None
         self.rounds.sources.clear()
         self._store.listed.forget()
-        if version is not None and self._copies_late and self.snapshot_schedule.begun < step_of(version):
+        if version is not None and self.copies_late and self.snapshot_schedule.begun < step_of(version):
             self._is_settled = False
             self.begin_copies(version, ScheduledCopies(bundles=None))
             is_complete = self.settle() and is_complete
@@ -219,7 +219,7 @@ class Snapshots(Keeper):
 
     def scheduled_copies(self, step: int, choose: Callable[[], Collection[str]] | None) -> ScheduledCopies:
         """Return the bundles to copy now; `choose` returns the experts for local snapshots."""
-        if self._copies_late:  # even without memory for copies: steps are committed with versions
+        if self.copies_late:  # even without memory for copies: steps are committed with versions
             return ScheduledCopies(bundles=None) if self.snapshot_schedule.is_due(step) else ScheduledCopies()
         bundles, choices = self.bundles, self._options.choices
         if not bundles.sent and not bundles.local:
