@@ -93,6 +93,7 @@ def test_gpu_tests_pass_behind_stand_ins(tmp_path, folder, case):
     assert " passed" in last and "skipped" not in last, said
 
 
+@pytest.mark.long
 def test_the_bench_of_aborts_runs_behind_stand_ins(tmp_path, folder):
     """So that it is known to work before there is a GPU, or several. Torch cannot capture graphs here."""
     (tmp_path / "sitecustomize.py").write_text("from support import stand_in\n", encoding="utf-8")

@@ -44,6 +44,7 @@ def test_of_three_the_member_that_computes_wrongly_is_named_and_leaves(start_job
     check_history(workers)
 
 
+@pytest.mark.long
 def test_of_two_neither_is_named_and_calls_are_not_repeated_any_more(start_job):
     workers = start(start_job, "ab", "b", "head")
     assert [each.join(PATIENCE) for each in workers] == [0, 0]
