@@ -45,7 +45,7 @@ class MemberGroups:
         """Trainers with this one's position in their islands, in the order of ranks."""
         self.everyone = self.trainers
         """The group of all members."""
-        self._device, self._side_device, self._timeout = device, side_device, timeout
+        self.device, self._side_device, self._timeout = device, side_device, timeout
         groups = [self.trainers, self.with_replicas, self.side, self.position]
         for group in groups:
             group.linked, group.transport = [other for other in groups if other is not group], transport
@@ -73,7 +73,7 @@ class MemberGroups:
         """
         self.trainers.drop("the group is being rebuilt")
         self.start.connect(epoch)
-        cpu, device, limit, size = torch.device("cpu"), self._device, self._timeout, len(members)
+        cpu, device, limit, size = torch.device("cpu"), self.device, self._timeout, len(members)
         self.everyone = self.with_replicas if size > num_trainers else self.trainers
         if size > num_trainers:
             self.with_replicas.rebuild(dist.PrefixStore("everyone", store), rank, size, cpu, limit)

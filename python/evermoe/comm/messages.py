@@ -121,7 +121,7 @@ class Messages:
     def __init__(
         self, id: str, identity: Identity, lighthouse: str, secret: _native.Secret | None, hardware: str = ""
     ) -> None:
-        self._id, self._identity, self._lighthouse, self._secret = id, identity, lighthouse, secret
+        self._id, self.identity, self._lighthouse, self._secret = id, identity, lighthouse, secret
         self.hardware, self.quarantines = hardware, Quarantines()
         self._warned: set[str] = set()
         self.is_promoted = False
@@ -143,9 +143,9 @@ class Messages:
                 quarantines.
         """
         message = message | {"hardware": self.hardware, "quarantined": self.quarantines.fields()}
-        shared = {name: getattr(self._identity, name) for name in ("layout", "arithmetic")}
-        shared["options"] = dict(self._identity.options)
-        return json.loads(_native.encode_message(self._id, self._identity.job, shared | message, self._secret))
+        shared = {name: getattr(self.identity, name) for name in ("layout", "arithmetic")}
+        shared["options"] = dict(self.identity.options)
+        return json.loads(_native.encode_message(self._id, self.identity.job, shared | message, self._secret))
 
     def write_ended(self, member: str) -> dict[str, dict[str, Any]]:
         """Return the reports that a member's process has ended, by the names under which they are sent.
@@ -153,7 +153,7 @@ class Messages:
         One is sent under the member's own name, one under another name. The other name changes the number of the set;
         otherwise a live member that was wrongly reported might take that set for one with its own request.
         """
-        job = self._identity.job
+        job = self.identity.job
         names = [f"ended-{member}", member]
         return {name: json.loads(_native.encode_ended(name, job, member, self._secret)) for name in names}
 
@@ -180,10 +180,10 @@ class Messages:
             self._check_same_secret(reports, secretless)
             self._check_same_protocol(reports, others)
             self._check_same_job(_reference(reports, needed), steps)
-        mine = [member for member in reports if self._identity.is_same(member)]
+        mine = [member for member in reports if self.identity.is_same(member)]
         for each in reports:
             if each not in mine:
-                self._refuse(each.id, self._identity.reason_against(each))
+                self._refuse(each.id, self.identity.reason_against(each))
         quarantines = merged((each.data["quarantined"] for each in mine if each.established), lifted)
         self.quarantines.merge(quarantines)
         for each in mine.copy():
@@ -239,16 +239,16 @@ class Messages:
                 found.reports.append(MemberReport(each.replica_id, decoded["job"], decoded["message"]))
                 continue
             if decoded["kind"] == "promotion":
-                if decoded["job"] == self._identity.job:
+                if decoded["job"] == self.identity.job:
                     promoted.add(decoded["generation"])
                 continue
             if decoded["kind"] == "ended":
-                if decoded["job"] == self._identity.job:
+                if decoded["job"] == self.identity.job:
                     is_own_name = each.replica_id == decoded["member"]
                     (self._ended_by_own_name if is_own_name else self._ended_by_other_name).add(decoded["member"])
                 continue
             if decoded["kind"] == "lift":
-                if decoded["job"] == self._identity.job and decoded["name"]:
+                if decoded["job"] == self.identity.job and decoded["name"]:
                     found.lifted.append(decoded["name"])
                 continue
             if decoded["kind"] == "stranger":
@@ -256,22 +256,22 @@ class Messages:
                 continue
             if decoded["kind"] == "other_secret":
                 self._refuse(each.replica_id, decoded["why"])
-                if decoded["job"] == self._identity.job:
+                if decoded["job"] == self.identity.job:
                     found.secretless[each.replica_id] = decoded["why"]
                 continue
             protocol = decoded["protocol"]
             self._refuse(each.replica_id, f"it speaks protocol {protocol}, this member {_native.PROTOCOL}")
-            if decoded["job"] == self._identity.job:
+            if decoded["job"] == self.identity.job:
                 found.others.append(Other(each.replica_id, decoded["established"], protocol))
-        own = [each.data["standing"]["generation"] for each in found.reports if each.job == self._identity.job]
+        own = [each.data["standing"]["generation"] for each in found.reports if each.job == self.identity.job]
         self.is_promoted = max(own, default=0) in promoted
         return found
 
     def _leave_quarantined(self, found: Quarantine) -> NoReturn:
         raise UnfitNode(
-            f"job {self._identity.job!r} admits no newcomer on {found}. Repair, reset or replace it, or start this "
+            f"job {self.identity.job!r} admits no newcomer on {found}. Repair, reset or replace it, or start this "
             f"worker elsewhere. To admit it again: evermoe lighthouse quarantine {self._lighthouse.split(',')[0]} "
-            f"--job {self._identity.job} --lift {found.hardware}",
+            f"--job {self.identity.job} --lift {found.hardware}",
             found.hardware,
         )
 
@@ -290,36 +290,36 @@ class Messages:
         Otherwise this member might start the job a second time while the others run it. They may not belong to the job,
         so this is no fatal error: the member requests again until the agreement's time limit.
         """
-        same = [each for each in reports if each.job == self._identity.job]
+        same = [each for each in reports if each.job == self.identity.job]
         if len(secretless) < len(same) or any(each.established for each in same):
             self.gathering.doubt = "" if secretless else self.gathering.doubt
         elif secretless:
             each, why = min(secretless.items())
-            self.gathering.doubt = f"{each} claims to be of job {self._identity.job!r}, but {why}"
+            self.gathering.doubt = f"{each} claims to be of job {self.identity.job!r}, but {why}"
             raise ConnectionError(self.gathering.doubt)
 
     def _check_same_protocol(self, reports: list[MemberReport], others: list[Other]) -> None:
-        same: list[MemberReport | Other] = [each for each in reports if each.job == self._identity.job]
+        same: list[MemberReport | Other] = [each for each in reports if each.job == self.identity.job]
         first = min([*same, *others], key=_rank)
         for other in others:
             if other is first:
                 raise ValueError(
                     f"this worker's evermoe speaks protocol {_native.PROTOCOL} and that of {other.id} in job "
-                    f"{self._identity.job!r} protocol {other.protocol}: install the same evermoe on all machines"
+                    f"{self.identity.job!r} protocol {other.protocol}: install the same evermoe on all machines"
                 )
 
     def _check_same_job(self, first: MemberReport, steps: int) -> None:
-        if first.job != self._identity.job:
+        if first.job != self.identity.job:
             raise ValueError(
                 f"the Lighthouse {self._lighthouse} serves job {first.job!r}, this worker belongs to job "
-                f"{self._identity.job!r}: start one Lighthouse for each job"
+                f"{self.identity.job!r}: start one Lighthouse for each job"
             )
-        if first.data["layout"] != self._identity.layout:
+        if first.data["layout"] != self.identity.layout:
             raise ValueError(
                 f"this worker's model or optimizer differs from that of {first.id} in job {first.job!r}: their units "
                 "have other names, shapes or types. Start it with the same script and options as the others."
             )
-        differences = self._identity.differences(first)
+        differences = self.identity.differences(first)
         if differences:
             raise ValueError(
                 f"this worker differs from {first.id} in job {first.job!r}: {differences}. Start it with the same "

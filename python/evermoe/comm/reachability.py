@@ -191,6 +191,8 @@ class Stores:
         self.address = f"{own.host}:{own.port}"
         """Address of this member's own store."""
         self._stores = {self.address: self._sealed(own)}
+        self._meeting: str | None = None
+        """Address of the store in which the block of `time_limit` waits."""
 
     def store_at(self, address: str) -> dist.Store:
         """Return the store at an address.
@@ -218,6 +220,7 @@ class Stores:
         timer = threading.Timer(seconds, self.end_connections_to, args=[address])
         timer.daemon = True
         timer.start()
+        self._meeting = address
         try:
             yield
         except BaseException:
@@ -225,7 +228,15 @@ class Stores:
                 self._stores.pop(address, None)
             raise
         finally:
+            self._meeting = None
             timer.cancel()
+
+    def end_wait(self) -> bool:
+        """End the waits of a block of `time_limit`, from another thread. Return whether there is one."""
+        meeting = self._meeting
+        if meeting is not None:
+            self.end_connections_to(meeting)
+        return meeting is not None
 
     def end_connections_to(self, address: str) -> None:
         """Shut all connections to another member's store: threads that wait for it get an error."""

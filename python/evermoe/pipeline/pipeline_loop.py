@@ -80,7 +80,7 @@ class PipelineLoop:
             raise RuntimeError(
                 "this session has left its job: its steps are done, or its loop was left. Make a new session to resume."
             )
-        self._membership.steps = until
+        self._membership.requests.steps = until
         while not self.protocol.has_left:
             if self._group.broken is not None or not self._driver.history.reports:
                 self._end_attempt()

@@ -264,7 +264,7 @@ class BetweenSteps(BaseSession):
 
     def _recover(self) -> None:
         self._driver.evaluations.substitute.put_back()
-        self._protocol.look(self._membership.steps, holds=True)
+        self._protocol.look(self._membership.requests.steps, holds=True)
 
     def _end_of(self, until: int) -> int:
         """Steps after which the job ends: as the script says, or fewer if it was stopped."""

@@ -142,7 +142,9 @@ class LostMembers:
         _, before = self._last
         known = {each.gone.member for each in self._losses}
         absent = {
-            member: about["probe_address"] for member, about in before.items() if member not in self._membership.named
+            member: about["probe_address"]
+            for member, about in before.items()
+            if member not in self._membership.requests.named
         }
         silent = self._membership.reach.find_silent(
             {each: address for each, address in absent.items() if each not in known}

@@ -57,11 +57,11 @@ class CommitProtocol:
         settings = {
             "id": membership.id,
             "trains": membership.role == "train",
-            "is_spare": membership.is_spare,
+            "is_spare": membership.options.role == "spare",
             "members": members,
             "is_fixed": is_fixed,
-            "allows_solo_resume": membership.allows_solo_resume,
-            "needs_majority": membership.lighthouses.are_several,
+            "allows_solo_resume": membership.options.allow_solo_resume,
+            "needs_majority": membership.requests.lighthouses.are_several,
             "join_interval": join_interval,
             "rebalance_interval": rebalance_interval,
             "generation": generation,
@@ -211,12 +211,12 @@ class CommitProtocol:
         self._driver.take(vote["before"], vote["after"], sums, is_recalled=is_recalled)
 
     def _step(self, number: int) -> None:
-        self._membership.end_agreement()
+        self._membership.requests.end_agreement()
         self._driver.step(number)
         self.is_stepping = True
 
     def _follow(self, number: int) -> Event:
-        self._membership.end_agreement()
+        self._membership.requests.end_agreement()
         return self._say(self._driver.follow(number))
 
     def _say(self, ballot: Ballot) -> Event:
@@ -270,4 +270,4 @@ class CommitProtocol:
                 "takes part only with all of them: the other islands continue without it. Start all processes of this "
                 "island again, as torchrun does when one ends: they join the others and take their state."
             )
-        raise self._membership.timeout_error(fields["reason"])
+        raise self._membership.requests.timeout_error(fields["reason"])

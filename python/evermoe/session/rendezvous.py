@@ -44,14 +44,15 @@ class Rendezvous:
         if is_intact:
             gather_json(self._membership.everyone, None)  # the Lighthouse answers once all have asked
         else:
-            self._membership.begin_agreement()
+            self._membership.requests.begin_agreement(is_established=standing["established"])
         try:
-            number, participants = self._membership.request_members(standing, is_intact=is_intact)
+            group = self._membership.members
+            number, participants = self._membership.requests.request_members(standing, group, is_intact=is_intact)
         except ConnectionError as error:
             unanswered = {"event": "unanswered", "reason": str(error), "refused": self._membership.messages.refused}
             if is_intact:
                 return unanswered
-            if self._membership.is_out_of_time():
+            if self._membership.requests.is_out_of_time():
                 return {"event": "out_of_time", "reason": str(error)}
             time.sleep(WAIT_SECONDS)
             return unanswered
@@ -68,11 +69,11 @@ class Rendezvous:
 
     def inquire(self, standing: dict[str, Any]) -> None:
         """Ask the Lighthouse in the background."""
-        self._membership.inquire(standing)
+        self._membership.requests.inquire(standing, len(self._membership.members))
 
     def overheard(self) -> list[Event]:
         """Return the Lighthouse's answers since the last call."""
-        return [{"event": "overheard"} | answer for answer in self._membership.take_answers()]
+        return [{"event": "overheard"} | answer for answer in self._membership.requests.take_answers()]
 
     def compare(self, set: int | None) -> Event:
         """Gather the Lighthouse's answers of all members of the group: `compared`."""
@@ -89,22 +90,22 @@ class Rendezvous:
     def wait(self, why: str, found: int = 0, needed: int = 0, size: int = 0) -> Event:
         """Wait before the Lighthouse is asked again: `waited` or `out_of_time`."""
         if why in ("training", "spare"):
-            self._membership.expect_members(as_spare=why == "spare")
+            self._membership.requests.expect_members(as_spare=why == "spare")
         if why == "members":
             self._membership.messages.gathering.needed = needed
-        if self._membership.is_out_of_time():
+        if self._membership.requests.is_out_of_time():
             reason = self._lacking(found, size) if why == "minority" else "some members are absent"
             if why == "island":
                 reason = f"of the {size} processes of this worker's island, {found} have come"
             if why == "members":
                 reason = ""  # the message names the members that have come
-            silent = self._membership.lighthouses.silent
+            silent = self._membership.requests.lighthouses.silent
             if silent and not self._membership.established:
                 reason = f"a new job begins once all its Lighthouses have answered, and {silent[0]} has not"
             return {"event": "out_of_time", "reason": reason}
         if why == "minority":
             self._note_minority(found, size)
-        self._membership.lighthouses.try_another(why, is_established=self._membership.established)
+        self._membership.requests.lighthouses.try_another(why, is_established=self._membership.established)
         self._driver.waiting()
         time.sleep(WAIT_SECONDS)
         return {"event": "waited"}
@@ -115,7 +116,7 @@ class Rendezvous:
             logger.warning("waiting: %s", self._lacking(found, size))
 
     def _lacking(self, found: int, size: int) -> str:
-        address, job = self._membership.lighthouses.current, self._membership.identity.job
+        address, job = self._membership.requests.lighthouses.current, self._membership.identity.job
         return (
             f"{found} of the last {size} members are here, and with several Lighthouses only more than half of them go "
             "on, or half with the lowest id, with the newest state they know of. Bring others back or a Lighthouse "
@@ -124,10 +125,10 @@ class Rendezvous:
 
     def withdraw(self) -> Event:
         """Withdraw until the others can be reached again: `waited` or `out_of_time`."""
-        if self._membership.is_out_of_time():
+        if self._membership.requests.is_out_of_time():
             return {"event": "out_of_time", "reason": "this member and the others cannot reach each other"}
         self._driver.waiting()
-        self._membership.withdraw(WITHDRAW_SECONDS)
+        self._membership.requests.withdraw(WITHDRAW_SECONDS)
         return {"event": "waited"}
 
     def connect(self, epoch: int, generation: int, members: list[str], num_trainers: int) -> Event:
@@ -138,7 +139,7 @@ class Rendezvous:
         at = self._membership
         at.connect(epoch, members, num_trainers)
         at.failure_detector.activity.reports.connect(at.id, dist.PrefixStore("hangs", at.store))
-        self._membership.end_agreement()
+        at.requests.end_agreement()
         return {"event": "connected"}
 
     def farewell(self, version: int) -> Event:

@@ -64,7 +64,7 @@ class SameRun:
 
     def __init__(self, membership: MembershipManager, hang_timeout: float, places: Sequence[Claimed]) -> None:
         self._membership, self._places = membership, places
-        self._point = meeting_point(membership.lighthouses.addresses)
+        self._point = meeting_point(membership.requests.lighthouses.addresses)
         self._patience = min(CLAIM_SECONDS, hang_timeout / 2)
         self._run: Run | None = None
 

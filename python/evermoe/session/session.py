@@ -295,7 +295,7 @@ class Session(BetweenSteps):
         is_first = True
         while not self._protocol.has_left:
             check_open(self)
-            self._membership.steps = until
+            self._membership.requests.steps = until
             self._stop_if_asked()
             self._driver.evaluations.release()
             self._driver.evaluations.substitute.put_back()

@@ -334,7 +334,7 @@ class SessionDriver(RecoveryDriver):
         """Notify late processes and waiting spares that the job is over."""
         mark(FINISHED)
         if standing is not None:
-            self._membership.announce_end(standing)
+            self._membership.requests.announce_end(standing)
 
 
 def _warn_unsaved(step: int, leaving: int, members: int) -> None:

@@ -47,11 +47,11 @@ class Standby:
 
     def go_on(self) -> None:
         """Prepare for the current members; called repeatedly during the wait."""
-        if not self._membership.is_spare or self._membership.established:
+        if self._membership.options.role != "spare" or self._membership.established:
             return
         members = {
             each: data
-            for each, data in self._membership.named.items()
+            for each, data in self._membership.requests.named.items()
             if data["standing"]["established"] and each != self._membership.id
         }
         if not members:

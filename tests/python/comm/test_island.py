@@ -60,10 +60,11 @@ def test_islands_need_one_lighthouse_and_members_that_train():
         member(island, lighthouse="http://127.0.0.1:9,http://127.0.0.1:10")
     found = member(island)
     try:
-        assert (found.island, found.rank_key, found.groups.position.size) == (island, "a/000001", 1)
-        message = found._message({"established": False} | STANDING, 0.0, waits=True)
+        assert (found.island, found.groups.position.size) == (island, 1)
+        message = found.requests._message({"established": False} | STANDING, 0.0, waits=True)
         [read] = found.messages.read_members([SimpleNamespace(replica_id=found.id, data=message)], is_established=False)
         assert read.data["island"] == {"name": "a", "position": 1, "size": 2}
+        assert read.data["rank_key"] == "a/000001"
     finally:
         found.close()
 

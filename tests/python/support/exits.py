@@ -60,7 +60,7 @@ def speaks_for_the_dead() -> Any:
     """A member reports to the Lighthouse that another one has ended."""
     member, lighthouse = _membership()
     member.reach.ended.add("c")
-    with member._ended.reporting_ended(member.lighthouses.current, [member.id, "b", "c"]):
+    with member.requests._ended.reporting_ended(member.requests.lighthouses.current, [member.id, "b", "c"]):
         _wait_for("evermoe-ended")
     return member, lighthouse
 
@@ -68,7 +68,7 @@ def speaks_for_the_dead() -> Any:
 def inquires() -> Any:
     """A member asks for newcomers, and its session is not closed."""
     member, lighthouse = _membership()
-    member._inquiry.begin_asking({}, 1)
+    member.requests._inquiry.begin_asking({}, 1)
     _wait_for("evermoe-inquiry")
     return member, lighthouse
 

@@ -316,7 +316,7 @@ class Replicas(Keeper):
         Runs in any thread, while no plan is made.
         """
         for replicas in filter(None, (self._now, self._older)):
-            yield from replicas.copies.catch_up(replicas.orphans(self._membership.named))
+            yield from replicas.copies.catch_up(replicas.orphans(self._membership.requests.named))
 
     def stored(self) -> Iterator[tuple[ReplayedUnit, str]]:
         """Yield every unit that this member keeps for others, in every version that it can be brought to.

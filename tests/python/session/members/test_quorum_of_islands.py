@@ -64,8 +64,10 @@ def test_a_member_asks_again_while_a_process_of_its_island_is_slow_to_ask():
     machine = _native.Protocol({"id": "a", "trains": True} | dict.fromkeys(flags, False) | numbers)
     membership = SimpleNamespace(
         trainer_group=SimpleNamespace(broken=None),
-        begin_agreement=lambda: None,
-        request_members=lambda standing, is_intact: (1, []),
+        members={},
+        requests=SimpleNamespace(
+            begin_agreement=lambda is_established: None, request_members=lambda standing, group, is_intact: (1, [])
+        ),
         groups=SimpleNamespace(watch=SimpleNamespace(awaits_slow=lambda named: True)),
     )
     rendezvous = Rendezvous(SimpleNamespace(agreeing=lambda: None), membership)
