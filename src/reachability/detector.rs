@@ -18,7 +18,7 @@ const STACK_BYTES: usize = 64 << 10;
 /// Threads that probe the members of a group until one stops answering.
 ///
 /// The end of a process is noticed at once, also between two probes, because the kernel closes its connections. A stopped
-/// process, a lost host or a network partition is noticed within the limit.
+/// process, a lost host or a network partition closes none, so that only a missing answer shows it, within the limit.
 #[derive(Debug)]
 pub struct FailureDetector(Arc<Shared>);
 

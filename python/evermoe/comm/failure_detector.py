@@ -23,7 +23,7 @@ AT_ONCE = 0.1
 BACKOFF = 10
 """Backoff, in hang timeouts, of a member for which others have waited in vain; doubled each further time."""
 CLOCK_CHECKS = 8
-"""Checks for a wall clock that was set back, and for a long read of a batch, per hang timeout."""
+"""Checks per hang timeout for a wall clock that was set back and for a long read of a batch: no event reports them."""
 GPU_CHECK = 0.5
 """Most seconds between two checks whether a communicator of NCCL has ended."""
 LONG_READ = 0.5

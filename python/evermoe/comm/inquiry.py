@@ -17,7 +17,7 @@ from evermoe.process.native_calls import native_call
 logger = logging.getLogger(__name__)
 
 REQUEST_SECONDS = 2.0
-"""Time between two requests. The Lighthouse's join timeout must exceed it."""
+"""Time between two requests: the Lighthouse sends nothing unless it is asked. Its join timeout must exceed this."""
 REQUESTS_PER_SECOND = 50
 """Requests per second of all members together: members of large groups send fewer."""
 RETRY_SECONDS = 0.1

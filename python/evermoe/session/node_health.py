@@ -29,9 +29,9 @@ from evermoe.session.self_test import find_fault
 logger = logging.getLogger(__name__)
 
 LOOK_SECONDS = 10.0
-"""Time between two looks at the state of a GPU, and of the host."""
+"""Time between two looks at the state of a GPU, and of the host: neither reports all that is looked for."""
 WAIT_SECONDS = 0.5
-"""Time after which the thread notices at the latest that it must end."""
+"""Longest wait for an event of a GPU: no other thread can end NVML's wait."""
 
 
 class NodeHealth:
@@ -116,8 +116,8 @@ class NodeHealth:
             if gpu.has_events:
                 self._report(gpu.wait(WAIT_SECONDS))
             else:
-                self._is_over.wait(WAIT_SECONDS)
-            if time.monotonic() > look_at:
+                self._is_over.wait(max(0.0, look_at - time.monotonic()))
+            if time.monotonic() >= look_at:
                 look_at = time.monotonic() + LOOK_SECONDS
                 for problem in gpu.problems():
                     self._report(problem)
