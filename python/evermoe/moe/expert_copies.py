@@ -7,13 +7,13 @@ import weakref
 from types import FrameType
 from typing import Any
 
-import numpy as np
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from evermoe.comm.group import Group
 from evermoe.errors import UnsupportedState
 from evermoe.moe import graph_ops
+from evermoe.moe.exchange_planner import ExchangePlanner
 from evermoe.process.warn import warn
 
 _averages: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[AveragedModel]] = weakref.WeakKeyDictionary()
@@ -27,6 +27,7 @@ class PartialExperts(nn.Module):
     num_experts: int
     group: Group
     _name: Tensor
+    _planner: ExchangePlanner
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state of a copy, which belongs to no job.
@@ -49,8 +50,7 @@ class PartialExperts(nn.Module):
             )
         if average is not None:
             _averages.setdefault(self, weakref.WeakSet()).add(average)
-        every_1E = np.ones((1, self.num_experts), np.int64)
-        return self.__dict__ | {"group": Group(), "matrix_RE": every_1E, "_padding": None, "_placed": None}
+        return self.__dict__ | {"group": Group(), "_planner": self._planner.copy_without_job()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a copy and register it, since compiled graphs must see a separate layer."""

@@ -13,29 +13,22 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from evermoe import ops
-from evermoe.comm import step_exchanges
 from evermoe.comm.collectives import all_reduce, all_to_all
 from evermoe.comm.group import Group
 from evermoe.moe import checkpointing, fp8_exchange, graph_ops
 from evermoe.moe.choice import Layer, end_choice
+from evermoe.moe.exchange_planner import ExchangePlanner
 from evermoe.moe.expert import Expert, Product, norm_rows
 from evermoe.moe.expert_copies import PartialExperts
 from evermoe.moe.forward_turns import Manner, Turns
-from evermoe.moe.lost_exchange import begin_or_lose
 from evermoe.moe.module_paths import named_parts, norm_over_rows
 from evermoe.moe.recorded_rows import feed_forward
 from evermoe.moe.shared_cast import share_cast
 from evermoe.moe.token_counts import TokenCount
 from evermoe.moe.token_exchange import (
-    MAX_RANKS,
     Exchange,
-    HostMemory,
-    Padding,
-    Placed,
     permute_weighted,
-    refuse_capture,
 )
-from evermoe.planning import split_tokens
 from evermoe.planning.dispatch import SPLITS, SplitPolicy
 
 
@@ -117,24 +110,17 @@ class Experts(PartialExperts, Layer):
             raise ValueError(f"Experts: expected token_split to be one of {', '.join(SPLITS)}, got {token_split!r}")
         if max_tokens is not None and max_tokens < 1:
             raise ValueError(f"Experts: expected max_tokens >= 1 or None, got {max_tokens}")
-        self.expert, self.hidden, self.num_experts = expert, expert.hidden, num_experts
-        self.max_tokens, self.fp8_dispatch = max_tokens, fp8_dispatch
-        self._given_split = token_split
-        self.token_split: SplitPolicy = token_split or "balanced"
-        self.post_norm = post_norm
+        self.expert, self.num_experts, self.fp8_dispatch, self.post_norm = expert, num_experts, fp8_dispatch, post_norm
+        self._planner = ExchangePlanner(num_experts, token_split, max_tokens)
         self.weights = nn.Parameter(torch.empty(num_experts, expert.row_size, device=device, dtype=dtype))
         self.ids = list(range(num_experts))
         self.group = Group()
         self.turns: Turns | None = None
-        self.matrix_RE = np.ones((1, num_experts), np.int64)
         self.share_E: Tensor = torch.zeros(num_experts, device=device)
         self.count = TokenCount(num_experts)
         self.top_k = 0
         self.has_samples = True
         self.on_load: Callable[[NDArray[np.int64]], None] | None = None
-        self._padding: tuple[np.ndarray, torch.device, int, Padding] | None = None
-        self._placed: tuple[np.ndarray, torch.device, Placed] | None = None
-        self._host = HostMemory()
         self._name = graph_ops.register(self)
         self.reset_parameters()
 
@@ -144,7 +130,35 @@ class Experts(PartialExperts, Layer):
 
     def split_as(self, default: SplitPolicy) -> None:
         """Set the token split to the constructor's `token_split`, or to `default` if that was None."""
-        self.token_split = self._given_split or default
+        self._planner.split_as(default)
+
+    @property
+    def hidden(self) -> int:
+        """H."""
+        return self.expert.hidden
+
+    @property
+    def max_tokens(self) -> int | None:
+        """The constructor's `max_tokens`."""
+        return self._planner.max_tokens
+
+    @property
+    def token_split(self) -> SplitPolicy:
+        """Policy by which the replicas of an expert share its tokens."""
+        return self._planner.split
+
+    @token_split.setter
+    def token_split(self, split: SplitPolicy) -> None:
+        self._planner.split = split
+
+    @property
+    def matrix_RE(self) -> NDArray[np.int64]:
+        """`[R, E]`: replicas of each expert on each rank."""
+        return self._planner.matrix_RE
+
+    @matrix_RE.setter
+    def matrix_RE(self, matrix_RE: NDArray[np.int64]) -> None:
+        self._planner.matrix_RE = matrix_RE
 
     def extra_repr(self) -> str:
         """Return the text that `print(layer)` shows."""
@@ -200,7 +214,10 @@ class Experts(PartialExperts, Layer):
         sent_TH = x_TH.to(_compute_dtype(self.weights, x_TH.device.type))
         if in_graph:
             return self._forward_in_graph(sent_TH, ids_TK, weights_TK, counts_E).to(x_TH.dtype)
-        plan = self._begin_plan(ids_TK, counts_E, sent_TH)
+        _check_tokens(len(ids_TK), self.max_tokens)
+        if self.turns is not None:
+            self.turns.take(self, Manner.of(sent_TH, ids_TK, in_graph=False))
+        plan = self._planner.begin(self, (len(ids_TK), ids_TK.shape[1]), counts_E, sent_TH.dtype)
         if launch is not None:
             launch()
         exchange = plan()
@@ -250,82 +267,8 @@ class Experts(PartialExperts, Layer):
         return ops.unpermute(rows_NH, positions_TK, weights_TK)
 
     def plan_exchange(self, counts_E: Tensor) -> Exchange:
-        """Gather and count the load, and plan the exchange; collective.
-
-        This is the only additional exchange of a forward, and its only wait for a GPU, since the host must know how
-        many rows it sends and receives. With `even` the GPU splits the tokens, and the host reads only the sizes. With
-        `balanced` the host plans from the counts of all ranks. That algorithm (`src/dispatch/flow.rs`) finds one
-        augmenting path after the other, each depending on the previous ones, so it does not parallelise on a GPU.
-        """
-        return begin_or_lose(self, counts_E)()
-
-    def _begin_exact(self, counts_E: Tensor) -> Callable[[], Exchange]:
-        """Begin `plan_exchange` without a wait, and return a function that does the rest."""
-        self.count.begun += self.group.broken is None
-        tokens_RE = step_exchanges.all_gather(counts_E, self.group)
-        refuse_capture()
-        if self.token_split == "even" and tokens_RE.is_cuda and self.group.size <= MAX_RANKS:
-            exchange = self._plan_on_device(tokens_RE)
-            return lambda: exchange
-        read = self._host.begin_read(tokens_RE)
-
-        def plan() -> Exchange:
-            on_host_RE = read()
-            self.group.check_nccl()  # after a failure the GPU is released without the counts
-            tokens_E = on_host_RE.sum(0)
-            self.count.add(tokens_E, is_counted=self.training and not checkpointing.is_recomputing())
-            tokens_ER = np.ascontiguousarray(on_host_RE.T)
-            planned = split_tokens(tokens_ER, self.matrix_RE, self.group.rank, self.token_split)
-            return Exchange.of(tokens_RE.device, tokens_E, *planned, self.ids)
-
-        return plan
-
-    def _plan_on_device(self, tokens_RE: Tensor) -> Exchange:
-        """Let the GPU plan the exchange, from the tokens of all ranks."""
-        matrix_RE, device = self.matrix_RE, tokens_RE.device
-        if self._placed is None or self._placed[0] is not matrix_RE or self._placed[1] != device:
-            self._placed = matrix_RE, device, Placed.on(device, matrix_RE, self.ids)
-        is_counted = self.training and not checkpointing.is_recomputing()
-
-        def count(tokens_E: NDArray[np.int64]) -> None:
-            self.group.check_nccl()  # as above
-            self.count.add(tokens_E.copy(), is_counted=is_counted)
-
-        return Exchange.plan_on_device(tokens_RE, self._placed[2], self.group.rank, self._host, count)
-
-    def _begin_plan(self, ids_TK: Tensor, counts_E: Tensor, x_TH: Tensor) -> Callable[[], Exchange]:
-        """Begin to plan the exchange of a forward; all ranks choose the same of its ways. Collective.
-
-        Raises:
-            ValueError: the number of tokens exceeds `max_tokens`.
-        """
-        (tokens, top_k), dtype = ids_TK.shape, x_TH.dtype
-        _check_tokens(tokens, self.max_tokens)
-        if self.turns is not None:
-            self.turns.take(self, Manner.of(x_TH, ids_TK, in_graph=False))
-        is_quick = graph_ops.takes_groups(counts_E.device, dtype, self._widths)
-        if self.group.is_alone and (counts_E.is_cuda or (is_quick and self.max_tokens is not None)):
-            alone = Exchange.alone(self._gather(counts_E), tokens * top_k, None if is_quick else self._host)
-            return lambda: alone
-        if is_quick and self.max_tokens is not None:
-            padding = self._find_padding(self.max_tokens, top_k, counts_E.device)
-            if padding.fits(self.hidden * dtype.itemsize):
-                padded = Exchange.padded(self._gather(counts_E), padding, self.group.rank)
-                return lambda: padded
-        return begin_or_lose(self, counts_E)
-
-    def _find_padding(self, max_tokens: int, top_k: int, device: torch.device) -> Padding:
-        key = self.matrix_RE, device, top_k
-        if self._padding is None or self._padding[0] is not key[0] or self._padding[1:3] != key[1:]:
-            self._padding = *key, Padding.of(self.matrix_RE, self.ids, max_tokens, top_k, device)
-        return self._padding[3]
-
-    def _gather(self, counts_E: Tensor) -> Tensor:
-        """Gather all ranks' tokens of each expert, and count them in the layer, without a wait; collective."""
-        self.count.begun += self.group.broken is None
-        tokens_RE = step_exchanges.all_gather(counts_E, self.group)
-        self.count.add(tokens_RE.sum(0), is_counted=self.training and not checkpointing.is_recomputing())
-        return tokens_RE
+        """Gather and count the load, and plan an exchange with exact sizes; collective."""
+        return self._planner.begin_exact(self, counts_E)()
 
     def _feed_forward(self, rows_NH: Tensor, product: Product, ends_e: Tensor) -> Tensor:
         """Return the experts' outputs for rows ordered by local expert, in the same order."""

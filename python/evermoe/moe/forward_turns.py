@@ -55,8 +55,12 @@ class Served(Protocol):
     """A layer whose forward is an exchange."""
 
     turns: Turns | None
-    hidden: int
     weights: nn.Parameter
+
+    @property
+    def hidden(self) -> int:
+        """H."""
+        ...
 
     def run(
         self, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, launch: Callable[[], None] | None, *, in_graph: bool

@@ -30,20 +30,18 @@ class Layer(Protocol):
     ids: list[int]
     count: TokenCount
 
-    def _begin_exact(self, counts_E: Tensor) -> Callable[[], Exchange]: ...
 
+def plan_or_lose(layer: Layer, counts_E: Tensor, plan: Callable[[], Exchange]) -> Callable[[], Exchange]:
+    """Return a function that plans a forward's exchange with exact sizes, also after a loss.
 
-def begin_or_lose(layer: Layer, counts_E: Tensor) -> Callable[[], Exchange]:
-    """Begin to plan a forward's exchange with exact sizes without a wait, and return a function that does the rest.
-
-    After a loss, the plan is that of an exchange that gives zeros if the step runs to its end. The function then waits
+    The plan is then that of an exchange that gives zeros if the step runs to its end. In such a step the function waits
     for the sizes, too: after that, no failure of an exchange changes a shape.
 
     Args:
         layer: of the forward.
         counts_E: int64, this rank's tokens of each expert.
+        plan: plans the exchange if no member is lost; its collective has begun.
     """
-    plan = layer._begin_exact(counts_E)
     return partial(_plan_or_lose, layer, counts_E, plan) if layer.group.finishes_steps else plan
 
 

@@ -304,10 +304,6 @@ class HostMemory:
     def __init__(self) -> None:
         self._memory: Tensor | None = None
 
-    def __reduce__(self) -> tuple[type[HostMemory], tuple[()]]:
-        """Give a copy of the layer new memory."""
-        return HostMemory, ()
-
     def begin_read(self, tensor: Tensor) -> Callable[[], NDArray[Any]]:
         """Begin to copy the values of a tensor on a GPU, on its current stream.
 
