@@ -37,8 +37,7 @@ class Sent(NamedTuple):
         gradient = parameter.grad
         if gradient is None:
             return cls(parameter, None, 0, 0)
-        address = gradient.data_ptr() if gradient.layout == torch.strided else 0
-        return cls(parameter, gradient, address, gradient._version)
+        return cls(parameter, gradient, _address(gradient), gradient._version)
 
     @property
     def has_changed(self) -> bool:
@@ -46,8 +45,14 @@ class Sent(NamedTuple):
 
         Writes that autograd does not count go unnoticed, such as in-place writes to `gradient.data`.
         """
-        now = Sent.of(self.parameter)
-        return now.gradient is not self.gradient or now[2:] != self[2:]
+        gradient = self.parameter.grad
+        if gradient is None or gradient is not self.gradient:
+            return gradient is not self.gradient
+        return gradient._version != self.version or _address(gradient) != self.address
+
+
+def _address(gradient: Tensor) -> int:
+    return gradient.data_ptr() if gradient.layout == torch.strided else 0
 
 
 class Arrivals:
