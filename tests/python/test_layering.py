@@ -41,16 +41,8 @@ ROOMS = [
 ]
 """Modules and folders in order of import: each may import only earlier ones. `evermoe` is the package's own head."""
 
-LONG_MODULES: set[str] = set()
-"""Of more than 400 lines, today."""
-LONG_TESTS: set[str] = set()
-"""Of more than 500 lines, today."""
-LARGE_CLASSES: set[str] = set()
-"""Of more than 300 lines, today."""
 MOST_ATTRIBUTES = 15
 """That a constructor sets: a class with more of them has more than one reason to change."""
-MANY_ATTRIBUTES: dict[str, int] = {}
-"""Classes that set more, today, and how many."""
 TWINS = {
     "dispatch": "planner, and the ops that do it",
     "flags": "those of sessions' options, and of the demo",
@@ -159,12 +151,12 @@ def too_long(folder: Path, suffixes: tuple[str, ...], limit: int) -> set[str]:
 
 
 def test_modules_have_at_most_400_lines():
-    assert too_long(PACKAGE, (".py",), 400) == LONG_MODULES
+    assert not too_long(PACKAGE, (".py",), 400)
 
 
 def test_tests_have_at_most_500_lines():
     found = too_long(ROOT / "tests", (".py", ".rs"), 500)
-    assert {Path(name).name for name in found} == LONG_TESTS
+    assert not found
 
 
 def test_every_file_of_rust_tests_runs():
@@ -183,7 +175,7 @@ def test_classes_have_at_most_300_lines():
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ClassDef) and node.end_lineno - node.lineno >= 300:
                 large.add(f"{module}.{node.name}")
-    assert large == LARGE_CLASSES
+    assert not large
 
 
 def attributes(constructor: ast.FunctionDef) -> set[str]:
@@ -205,7 +197,7 @@ def test_constructors_set_at_most_15_attributes():
                     number = len(attributes(method))
                     if number > MOST_ATTRIBUTES:
                         many[node.name] = number
-    assert many == MANY_ATTRIBUTES
+    assert not many
 
 
 def stems(paths) -> list[str]:
