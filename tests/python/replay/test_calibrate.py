@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import evermoe
-from evermoe.copies.replay.calibrate import Arithmetic, calibrate, powers
+from evermoe.copies.replay.calibrate import Arithmetic, calibrate, powers, repeat_tensor_steps
 from evermoe.errors import NotReplayable
 from evermoe.ops.cache import has_cuda_kernels
 from support.floats import same_bits
@@ -181,7 +181,7 @@ def test_steps_are_repeated_from_the_log(name):
         gradients.append(p.grad.clone())
         rows.append(arithmetic.numbers(group, t))
         optimizer.step()
-    arithmetic.take_steps(replica, kept, gradients, torch.stack(rows))
+    repeat_tensor_steps(replica, kept, gradients, torch.stack(rows))
     assert same_bits(replica, p.detach())
     assert all(same_bits(kept[name], optimizer.state[p][name]) for name in kept)
 

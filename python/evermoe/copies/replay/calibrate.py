@@ -6,7 +6,7 @@ before anything relies on it:
 
     arithmetic = evermoe.copies.replay.calibrate(optimizer)          # raises NotReplayable, with the reason
     row = arithmetic.numbers(group, t, device=p.device)       # on the trainer, in each step
-    arithmetic.take_steps(p, state, [gradient], row[None])    # on the replica, on any device
+    repeat_tensor_steps(p, state, [gradient], row[None])      # on the replica, on any device
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from evermoe.ops.optim import adamw_, adamw_step, sgd_, sgd_step
 from evermoe.optim.masters import HALF, MASTER, takes_factor
 from evermoe.options import count
 
+SGD_NUMBERS, ADAMW_NUMBERS = 9, 10
+"""Length of the row of a step's numbers."""
 _STATE = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
 _ARITHMETICS = {
     "adamw": ("evermoe", "torch_cpu_fused", "torch_cuda_fused", "torch_cuda_foreach"),
@@ -88,25 +90,31 @@ class Arithmetic:
             shared["powers"] = powers(betas, t, device)
         return adamw_step(t=t, betas=betas, eps=float(group["eps"]), **shared)
 
-    def take_steps(
-        self, p: Tensor, state: Mapping[str, Tensor], gradients: Sequence[Tensor | None], steps: Tensor
-    ) -> None:
-        """Repeat steps in place with `ops.adamw_` or `ops.sgd_`; the state is by torch's names.
 
-        Args:
-            p: parameters before the steps, as those functions take them.
-            state: "exp_avg" and "exp_avg_sq", or "momentum_buffer" if there is momentum.
-            gradients: one for each step; None for zeros.
-            steps: float32 `[len(gradients), 10 or 9]`: rows from `numbers`.
+def repeat_tensor_steps(
+    p: Tensor,
+    state: Mapping[str, Tensor],
+    gradients: Sequence[Tensor | None],
+    steps: Tensor,
+    rounded: Tensor | None = None,
+) -> None:
+    """Repeat steps in place with `ops.adamw_` or `ops.sgd_`; the state is by torch's names.
 
-        Raises:
-            KeyError: an array of AdamW's state is missing.
-            RuntimeError: an argument does not match its description. Nothing was changed.
-        """
-        if self.rule == "sgd":
-            sgd_(p, state.get("momentum_buffer"), gradients, steps)
-        else:
-            adamw_(p, state["exp_avg"], state["exp_avg_sq"], gradients, steps)
+    Args:
+        p: parameters before the steps, as those functions take them.
+        state: "exp_avg" and "exp_avg_sq", or "momentum_buffer" if there is momentum.
+        gradients: one for each step; None for zeros.
+        steps: float32 `[len(gradients), 10 or 9]`: rows from `Arithmetic.numbers`.
+        rounded: the parameters that `p` is the float32 master of; None without one.
+
+    Raises:
+        KeyError: an array of AdamW's state is missing.
+        RuntimeError: an argument does not match its description. Nothing was changed.
+    """
+    if steps.shape[1] == SGD_NUMBERS:
+        sgd_(p, state.get("momentum_buffer"), gradients, steps, rounded)
+    else:
+        adamw_(p, state["exp_avg"], state["exp_avg_sq"], gradients, steps, rounded)
 
 
 Arithmetics = Mapping[torch.optim.Optimizer, Arithmetic]
@@ -329,7 +337,7 @@ class _Trial:
             except ValueError as error:
                 raise NotReplayable(f"{type(self.scratch).__name__}: {error}; {_INSTEAD}") from error
             gradient = None if parameter.grad is None else parameter.grad.to(torch.float32, copy=True)
-            self.arithmetic.take_steps(ours["p"], ours, [gradient], row[None])
+            repeat_tensor_steps(ours["p"], ours, [gradient], row[None])
 
     def count_differences(self) -> None:
         """Count the words that differ, except in state that the optimizer does not keep."""

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from evermoe._native import state_digest
+from evermoe.copies.replay.calibrate import repeat_tensor_steps
 from evermoe.errors import CorruptCopy
-from evermoe.ops.optim import adamw_, sgd_
 from evermoe.optim.masters import MASTER
 from evermoe.state.unit import TensorSpec, Unit
 
@@ -144,10 +144,7 @@ def repeat_steps(layout: Unit, state: Tensor, steps: Tensor, gradients: Sequence
     if MASTER in flat:
         p, rounded = flat[MASTER], p
     try:
-        if steps.shape[1] == 9:
-            sgd_(p, flat.get("momentum_buffer"), gradients, steps, rounded)
-        else:
-            adamw_(p, flat["exp_avg"], flat["exp_avg_sq"], gradients, steps, rounded)
+        repeat_tensor_steps(p, flat, gradients, steps, rounded)
     except KeyError as error:
         raise RuntimeError(f"{layout.name}: a step of AdamW was received, but the state has no {error}") from None
     if "step" in flat and t is not None:

@@ -12,15 +12,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from evermoe.copies.replay.part import parameters_of, part_name, parts_of, repeat_steps
+from evermoe.copies.replay.calibrate import ADAMW_NUMBERS, SGD_NUMBERS
+from evermoe.copies.replay.part import parameters_of, part_name, parts_of, repeat_steps, tensor_of
 from evermoe.copies.replay.step_notes import NotedStep
 from evermoe.state.unit import TensorSpec, Unit
 
 ALIGNMENT = 64
 """Bytes of a head; gradients are padded to a multiple of it."""
 _HEAD = np.dtype([("t", "<i8"), ("length", "<i4"), ("numbers", "<f4", 12)], align=True)
-_LENGTHS = (9, 10)
-"""Possible numbers of a step's numbers: 9 for SGD, 10 for AdamW."""
 
 
 def step_bytes(unit: Unit) -> int:
@@ -38,9 +37,7 @@ def write_step(unit: Unit, steps: Sequence[NotedStep | None], out: Tensor) -> No
         else:
             record["t"], record["length"] = step.t, len(step.numbers)
             record["numbers"][: len(step.numbers)] = step.numbers
-            is_half = step.gradient.dtype == np.uint16
-            own = torch.from_numpy(step.gradient.view(np.int16) if is_half else step.gradient)
-            gradient.copy_(own.view(torch.bfloat16) if is_half else own)
+            gradient.copy_(tensor_of(step.gradient))
         head[: _HEAD.itemsize] = torch.from_numpy(record.reshape(1).view(np.uint8))
 
 
@@ -59,7 +56,7 @@ def repeat_step(unit: Unit, data: Tensor, state: Tensor) -> None:
     for specs, start, head, gradient in _parts(unit, data):
         record = head[: _HEAD.itemsize].numpy().view(_HEAD)[0]
         length, layout = int(record["length"]), Unit(part_name(unit.name, specs[0].name), tuple(specs))
-        if length and length not in _LENGTHS:
+        if length and length not in (SGD_NUMBERS, ADAMW_NUMBERS):
             raise ValueError(f"{layout.name}: the step has {length} numbers, expected 9 (SGD) or 10 (AdamW)")
         if length:
             numbers = torch.from_numpy(record["numbers"][:length].copy())[None]
