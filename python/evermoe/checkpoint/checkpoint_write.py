@@ -14,7 +14,7 @@ import itertools
 import threading
 import time
 import uuid
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +28,7 @@ from evermoe.checkpoint.unit_share import Share
 from evermoe.comm import tags
 from evermoe.comm.background_consensus import BackgroundConsensus
 from evermoe.comm.group import Group
+from evermoe.comm.membership import MembershipManager
 from evermoe.comm.task import T, Task, Worker
 from evermoe.errors import PeerLost, PersistFailed
 from evermoe.state.still import is_frozen
@@ -238,6 +239,51 @@ class CheckpointWrite:
                 return Result(problem=what, needs_all=True)
         text = manifest_text(self.version, self._state.catalog.layout, rows)
         return str(self._store.publish(self._draft, self.version, text).name)
+
+
+class BackgroundWriter:
+    """Writes one checkpoint or save at a time. All members agree on whether one is under way.
+
+    Args:
+        state: this member's units.
+        membership: the members that train.
+        thread: name of the thread that writes.
+    """
+
+    def __init__(self, state: TrainingState, membership: MembershipManager, thread: str) -> None:
+        self._state, self._membership, self._thread = state, membership, thread
+        self.under_way: CheckpointWrite | None = None
+        """The one that is under way, on all members or on none."""
+        self._attempts: Iterator[str] = iter(())
+        """Names of attempts, the same on all members."""
+        self._worker: Worker | None = None
+
+    def _name_attempts(self, word: str) -> None:
+        self._attempts = (f"{word}{number:04x}" for number in itertools.count())
+
+    def _begin_write(
+        self, store: CheckpointStore, mine: Sequence[str], version: int, increment: Increment | None = None
+    ) -> CheckpointWrite:
+        """Begin to write; the arguments are those of `CheckpointWrite`."""
+        group, generation = self._membership.trainer_group, self._membership.generation
+        attempt, worker = next(self._attempts), self._worker or Worker(self._thread)
+        self._worker = worker
+        return CheckpointWrite(store, self._state, mine, version, generation, group, attempt, worker, increment)
+
+    def before_update(self) -> None:
+        """Wait until the state may change."""
+        if self.under_way is not None:
+            self.under_way.wait_captured()
+
+    @property
+    def is_over(self) -> bool:
+        """Return whether one is under way and this member knows its outcome."""
+        return self.under_way is not None and self.under_way.is_over
+
+    def _end_worker(self) -> None:
+        if self._worker is not None:
+            self._worker.close()
+            self._worker = None
 
 
 def carried_rows(base: Manifest | None, rows: Sequence[Row], experts: Collection[str], version: int) -> list[Row]:

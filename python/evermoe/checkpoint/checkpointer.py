@@ -7,17 +7,15 @@ thread exchanges nothing else for checkpoints while the members stay the same.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 from evermoe.checkpoint.checkpoint_store import CheckpointStore, find, is_read_only, open_store
-from evermoe.checkpoint.checkpoint_write import THREAD, CheckpointWrite
+from evermoe.checkpoint.checkpoint_write import THREAD, BackgroundWriter, CheckpointWrite
 from evermoe.checkpoint.object_store import Location, locate
 from evermoe.checkpoint.owner import Owner
 from evermoe.checkpoint.retention import Retention
@@ -25,7 +23,6 @@ from evermoe.checkpoint.save_place import place_to_save
 from evermoe.checkpoint.verification import Verification
 from evermoe.comm.gather import gather_json, share_json
 from evermoe.comm.membership import MembershipManager
-from evermoe.comm.task import Worker
 from evermoe.config.checkpoints import Checkpoints, schedule_of
 from evermoe.errors import PersistFailed
 from evermoe.events import Checkpoint
@@ -55,7 +52,7 @@ def find_location(options: Checkpoints, patience: float | None = None) -> Locati
     return locate(options.url, patience=patience, **limits)
 
 
-class Checkpointer:
+class Checkpointer(BackgroundWriter):
     """Decides when a session writes checkpoints, and which units each of its members writes.
 
     Args:
@@ -72,17 +69,12 @@ class Checkpointer:
     def __init__(
         self, options: Checkpoints, state: TrainingState, membership: MembershipManager, emit: Listener
     ) -> None:
-        self._options, self._state, self._membership, self._emit = options, state, membership, emit
+        super().__init__(state, membership, THREAD)
+        self._options, self._emit = options, emit
         self._newest: tuple[int, Location] | None = None
         """The newest checkpoint since the members resumed, by version."""
-        self._write: CheckpointWrite | None = None
-        """The checkpoint that is under way, on all members or on none."""
         self._mine: list[str] | None = None
         """Units that this member writes, as long as the members stay the same; None: not computed yet."""
-        self._attempts: Iterator[str] = iter(())
-        """Names of attempts, the same on all members."""
-        self._worker: Worker | None = None
-        """The thread that writes."""
         self._has_warned = False
         """Whether a warning was issued that checkpoints are skipped while one is under way."""
         self._is_owed = False
@@ -156,34 +148,24 @@ class Checkpointer:
         if self._membership.role != "train":
             return
         group = self._membership.trainer_group
-        is_owed, verification = self._is_owed or self._write is not None, self.verification
+        is_owed, verification = self._is_owed or self.under_way is not None, self.verification
         answers = gather_json(group, (is_owed, uuid.uuid4().hex[:8], verification.standing()))
         verification.resume([each for *_, each in answers], version, generation)
         self._is_owed = any(is_owed for is_owed, *_ in answers)
-        self._attempts = (f"{answers[0][1]}{number:04x}" for number in itertools.count())
-        if self._write is not None and not self._write.is_over:
+        self._name_attempts(answers[0][1])
+        if self.under_way is not None and not self.under_way.is_over:
             self._end_worker()  # a slow disk may keep it busy with a checkpoint that was given up
-        self._newest, self._write, self._mine = None, None, None
+        self._newest, self.under_way, self._mine = None, None, None
         if self.store is not None and group.rank == 0:  # the members do not wait for the disk
             threading.Thread(target=self.store.sweep, args=[generation], name="evermoe-sweep", daemon=True).start()
 
     # ---- a step
 
-    def before_update(self) -> None:
-        """Wait until the state may change."""
-        if self._write is not None:
-            self._write.wait_captured()
-
-    @property
-    def is_over(self) -> bool:
-        """Return whether a checkpoint is under way and this member knows its outcome."""
-        return self._write is not None and self._write.is_over
-
     @property
     def is_overdue(self) -> bool:
         """Whether a checkpoint is scheduled by time, by this member's clock."""
         seconds = self._options.time_interval
-        is_waiting = bool(seconds) and self.store is not None and self._write is None
+        is_waiting = bool(seconds) and self.store is not None and self.under_way is None
         return is_waiting and time.monotonic() - self._began >= seconds
 
     def request(self) -> None:
@@ -203,27 +185,25 @@ class Checkpointer:
         is_due = self._is_owed or (bool(every) and step % every == 0)
         if self.store is None or not is_due:
             return False
-        if self._write is not None:
+        if self.under_way is not None:
             if not self._has_warned:
                 self._has_warned = True
                 warn(
-                    f"the checkpoint of step {step} is skipped: that of step {step_of(self._write.version)} is still "
-                    "being written, and only one is written at a time"
+                    f"the checkpoint of step {step} is skipped: that of step {step_of(self.under_way.version)} is "
+                    "still being written, and only one is written at a time"
                 )
             return False
         self._is_owed = False
-        self._write = self._begin(version, self.store)
+        self.under_way = self._begin(version, self.store)
         return True
 
     def _begin(self, version: int, store: CheckpointStore) -> CheckpointWrite:
-        group, generation = self._membership.trainer_group, self._membership.generation
+        group = self._membership.trainer_group
         if self._mine is None:
             active = self._state.active(group.size)
             self._mine = primary_units(self._state.catalog.units, active, group.rank, group.size)
-        self._has_warned, attempt = False, next(self._attempts)
-        self._began = time.monotonic()
-        self._worker = self._worker or Worker(THREAD)
-        return CheckpointWrite(store, self._state, self._mine, version, generation, group, attempt, self._worker)
+        self._has_warned, self._began = False, time.monotonic()
+        return self._begin_write(store, self._mine, version)
 
     def advance(self) -> None:
         """Finish the checkpoint under way, whose outcome all members know; warn if it failed.
@@ -231,18 +211,18 @@ class Checkpointer:
         Raises:
             PeerLost: a member was lost before this one knew the outcome.
         """
-        assert self._write is not None
-        version = self._write.version
+        assert self.under_way is not None
+        version = self.under_way.version
         try:
-            path = self._write.wait_published()
+            path = self.under_way.wait_published()
         except PersistFailed as failed:
-            self._write = None
+            self.under_way = None
             warn(
                 f"the checkpoint of step {step_of(version)} was not written: {failed}. Training continues, and the "
                 "next scheduled checkpoint is written as usual"
             )
             return
-        self._write = None
+        self.under_way = None
         self._record_published(version, path)
 
     def _record_published(self, version: int, path: Location) -> None:
@@ -264,17 +244,17 @@ class Checkpointer:
             PersistFailed: the latter could not be written. All members raise it.
             PeerLost: a member is lost, and nothing is written.
         """
-        while self._write is not None and self._write.version != version:
+        while self.under_way is not None and self.under_way.version != version:
             self.advance()
         if self.store is None or (self._newest is not None and self._newest[0] == version):
             return
-        path = None if self._write is not None else self._find(version, self.store)
+        path = None if self.under_way is not None else self._find(version, self.store)
         if path is None:
-            self._write = write = self._write or self._begin(version, self.store)
+            self.under_way = write = self.under_way or self._begin(version, self.store)
             try:
                 path = write.wait_published()
             finally:
-                self._write = None
+                self.under_way = None
             self._record_published(version, path)
         self._newest = version, path
 
@@ -329,11 +309,6 @@ class Checkpointer:
                 path = find(directory).get(version)
         name = share_json(group, None if path is None else path.name)
         return None if name is None else directory / name
-
-    def _end_worker(self) -> None:
-        if self._worker is not None:
-            self._worker.close()
-            self._worker = None
 
     def release(self) -> None:
         """Release the store for other jobs and runs."""

@@ -7,19 +7,17 @@ save is under way.
 
 from __future__ import annotations
 
-import itertools
 import uuid
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 
 import torch
 
 from evermoe.checkpoint.checkpoint_store import CheckpointStore
-from evermoe.checkpoint.checkpoint_write import CheckpointWrite, Increment
+from evermoe.checkpoint.checkpoint_write import BackgroundWriter, Increment
 from evermoe.checkpoint.manifest import Part
 from evermoe.checkpoint.object_store import LOOK_SECONDS, ObjectPath
 from evermoe.comm.gather import gather_json, share_json
 from evermoe.comm.membership import MembershipManager
-from evermoe.comm.task import Worker
 from evermoe.errors import PersistFailed
 from evermoe.planning.save_shares import save_shares
 from evermoe.process.warn import warn
@@ -30,7 +28,7 @@ CLOSE_SECONDS = 10.0
 """Seconds for which the end of a job waits for a save under way."""
 
 
-class UnitSaver:
+class UnitSaver(BackgroundWriter):
     """Saves some units of a session's state at a time. A member that does not train has none.
 
     Args:
@@ -43,15 +41,10 @@ class UnitSaver:
     def __init__(
         self, store: CheckpointStore, state: TrainingState, membership: MembershipManager, interval: int
     ) -> None:
-        self._store, self._state, self._membership, self._interval = store, state, membership, interval
-        self.under_way: CheckpointWrite | None = None
-        """The save that is under way, on all members or on none."""
+        super().__init__(state, membership, "evermoe-save")
+        self._store, self._interval = store, interval
         self._experts: Collection[str] = ()
         """Experts in it."""
-        self._attempts: Iterator[str] = iter(())
-        """Names of attempts, the same on all members."""
-        self._worker: Worker | None = None
-        """The thread that writes."""
         self._resumed_from = 0
         """Version from which the members resumed."""
         self._is_owed = False
@@ -79,7 +72,7 @@ class UnitSaver:
         membership, group = self._membership, self._membership.trainer_group
         is_running, begun = membership.established, 0 if self.under_way is None else self.under_way.version
         answers = gather_json(group, (is_running, begun, sorted(self._experts), uuid.uuid4().hex[:8]))
-        self._attempts = (f"{answers[0][3]}{number:04x}" for number in itertools.count())
+        self._name_attempts(answers[0][3])
         self._end_worker()  # a slow disk may keep it busy with a save that was given up
         self.under_way, self._experts = None, ()
         # An earlier start may have saved units before its first step; they do not belong to this one.
@@ -147,7 +140,7 @@ class UnitSaver:
 
         A rank that saves more experts saves less of the rest: see `planning.save_shares`.
         """
-        group, generation = self._membership.trainer_group, self._membership.generation
+        group = self._membership.trainer_group
         chosen, active = set(experts), self._state.active(group.size)
         units = [unit for unit in self._state.catalog.units if unit.layer is None or unit.name in chosen]
         shares = save_shares(
@@ -158,29 +151,9 @@ class UnitSaver:
         )
         mine = {units[at].name: Part(start, end, units[at].nbytes) for at, start, end in shares[group.rank]}
         cut = {name: part for name, part in mine.items() if not part.is_complete}
-        self._worker = self._worker or Worker("evermoe-save")
-        self.under_way = CheckpointWrite(
-            self._store,
-            self._state,
-            list(mine),
-            version,
-            generation,
-            group,
-            next(self._attempts),
-            self._worker,
-            Increment(cut, self._resumed_from),
-        )
+        increment = Increment(cut, self._resumed_from)
+        self.under_way = self._begin_write(self._store, list(mine), version, increment)
         self._experts, self._owes_all = chosen, False
-
-    def before_update(self) -> None:
-        """Wait until the state may change."""
-        if self.under_way is not None:
-            self.under_way.wait_captured()
-
-    @property
-    def is_over(self) -> bool:
-        """Return whether a save is under way and this member knows its outcome."""
-        return self.under_way is not None and self.under_way.is_over
 
     def advance(self) -> tuple[int, Collection[str]]:
         """Finish the save under way, whose outcome all members know; warn if it failed.
@@ -213,11 +186,6 @@ class UnitSaver:
         return {"persisted": step - self._published}
 
     # ---- the end
-
-    def _end_worker(self) -> None:
-        if self._worker is not None:
-            self._worker.close()
-            self._worker = None
 
     def close(self) -> None:
         """Wait a little for the save under way, and end its thread."""

@@ -44,7 +44,7 @@ def test_a_checkpoint_that_is_read_while_averages_are_applied_has_the_weights(tm
             with ema.applied():
                 assert not torch.equal(model.weight, weights["weight"])
                 may_read.set()
-                session._driver.saving.checkpointer._write.wait_captured()
+                session._driver.saving.checkpointer.under_way.wait_captured()
     session.close()
     (file,) = tmp_path.glob("*2*/units-0.safetensors")
     saved = {name.split("/", 1)[1]: value for name, value in load_file(file).items() if not name.startswith("session")}

@@ -393,7 +393,7 @@ def train(options: Options) -> None:
 def wait_until_written(session: evermoe.Session, waits: bool = True) -> None:
     """Waits until this member knows what became of a checkpoint or save: all do at the next vote, and none is late."""
     saving = session._driver.saving
-    for write in (saving.checkpointer._write, saving.saver and saving.saver.under_way):
+    for write in (saving.checkpointer.under_way, saving.saver and saving.saver.under_way):
         assert write is None or not waits or write._task.is_over_within(WRITTEN_SECONDS)
 
 
