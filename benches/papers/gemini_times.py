@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 
 from benches.papers.figure import Row, stated
+from benches.papers.sizes import ModelSize, checkpoint_bytes
 from evermoe.planning.schedule import ALPHA_SECONDS, ChunkReason, CopyItem, Link, Memory, plan_chunks
-from evermoe.planning.sizes import ModelSize, checkpoint_bytes
 from evermoe.planning.windows import Span, StepProfile, Windows, find_windows
 
 GBPS = 1e9 / 8

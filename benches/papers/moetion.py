@@ -12,10 +12,10 @@ from benches.papers.figure import Figure, Row, stated
 from benches.papers.moetion_placement import algorithm_2, placement_time
 from benches.papers.moetion_times import MIDDLE, NODE_NETWORK, NODES, OPTIMIZER_BYTES, SMALL, WEIGHT_BYTES, small_bytes
 from benches.papers.routing import drifting_tokens
+from benches.papers.sizes import checkpoint_bytes
 from evermoe.planning.ledger import TokenLedger
 from evermoe.planning.models import MODELS
 from evermoe.planning.selection import select_experts
-from evermoe.planning.sizes import checkpoint_bytes
 from evermoe.simulate import Constants, Failure, Scenario, SchemeName, Workload, simulate_seeds
 from evermoe.simulate.scenario import SimulatedOptions
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from benches.papers.figure import Row, stated
 from benches.papers.moetion_placement import cluster_holders
-from evermoe.planning.sizes import ModelSize, checkpoint_bytes
+from benches.papers.sizes import ModelSize, checkpoint_bytes
 
 WEIGHT_BYTES, OPTIMIZER_BYTES, GRADIENT_BYTES = 2, 8, 2
 """Bytes per parameter (section 2.3); gradients are as wide as weights."""

@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 from benches.papers.fault_run import accuracy_by_choice, fault_losses
 from benches.papers.figure import Figure, Row, stated
 from benches.papers.routing import drifting_tokens
+from benches.papers.sizes import ModelSize, checkpoint_bytes
 from evermoe.planning.ledger import TokenLedger
 from evermoe.planning.selection import select_experts, shard_modules
-from evermoe.planning.sizes import ModelSize, checkpoint_bytes
 
 LAYERS, EXPERTS, RANKS = 6, 8, 8
 """MoE layers, as every other one of 12 is one; experts of each; GPUs with one expert each (sections 4.1, 4.2)."""
