@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from evermoe.planning import CopyNode
@@ -22,50 +22,60 @@ MAX_TURNS = 1 << 10
 """Largest number of checkpoints of pec until every expert was saved."""
 
 
+def _flag_of(default: Any, text: str, metavar: str | None = None, least: float = 0, most: float = math.inf) -> Any:
+    """Declare a field with a flag: its help, the name of its value, and the range of numbers."""
+    return field(default=default, metadata={"help": text, "metavar": metavar, "range": (least, most)})
+
+
 @dataclass(frozen=True)
 class CopySetting:
     """The checked flags of the group `copies`."""
 
-    expert_parameters: int = 7_000_000
-    """Parameters of one expert."""
-    dense_parameters: int = 500_000_000
-    """Parameters outside experts."""
-    dense: Literal["replicated", "sharded"] = "replicated"
-    """Whether each node has all dense parameters, or one shard of as many as there are nodes."""
-    state_bytes: int = 12
-    """Bytes of the state per parameter."""
-    gradient_bytes: int = 4
-    """Bytes of the gradient per parameter, as sent."""
-    step_seconds: float = 2.0
-    network_gbps: float = 400.0
-    """Gigabits per second that a node sends or receives."""
-    network_idle: float = 0.5
-    """Share of a step in which the network is idle."""
-    host_link_gbps: float = 200.0
-    """Gigabits per second between the devices and the host memory of a node."""
-    host_gib: float = 512.0
-    """Free host memory of a node for copies."""
-    device_gib: float = 0.0
-    """Free device memory of a node for copies."""
-    mtbf_hours: float = 5000.0
-    """Mean time between failures of one node."""
-    replication: int = 2
-    """Domains that should hold each unit, those that train it included."""
-    budget: float = 0.01
-    """Share of a step by which copies may prolong it."""
-    persist_steps: int = 1000
-    """Steps from one version in the store to the next."""
-    experts_per_save: int | None = None
-    """Experts of a layer that pec saves at a time; None for a session's default."""
-    experts_per_snapshot: int | None = None
-    """Experts of a layer in one snapshot of pec in its node's memory; None for a session's default."""
-    snapshot_interval: int = 1
-    """Steps between these snapshots."""
-    remote_bytes_per_step: int | None = None
-    """Bytes that moetion may send to peers in a step, all nodes together; None for the capacity of the links in one
-    step."""
-    no_replay: bool = False
-    """The optimizer's steps cannot be repeated elsewhere."""
+    expert_parameters: int = _flag_of(7_000_000, "parameters of one expert", "PARAMETERS", 1, 1e15)
+    dense_parameters: int = _flag_of(500_000_000, "parameters outside experts", "PARAMETERS", 0, 1e15)
+    dense: Literal["replicated", "sharded"] = _flag_of(
+        "replicated", "whether each node holds all dense parameters, or one shard of them as with ZeRO-3 or FSDP"
+    )
+    state_bytes: int = _flag_of(
+        12,
+        "bytes of the state per parameter: 12 for fp32 weights and two moments, 14 with a bf16 copy as well",
+        "BYTES",
+        1,
+        64,
+    )
+    gradient_bytes: int = _flag_of(4, "bytes of the gradient per parameter as sent: 4, or 2 in bf16", "BYTES", 1, 64)
+    step_seconds: float = _flag_of(2.0, "duration of a step", "SECONDS", 1e-6, 1e6)
+    network_gbps: float = _flag_of(400.0, "bandwidth of a node's network in gigabits per second", "GBPS", 1e-3, 1e6)
+    network_idle: float = _flag_of(
+        0.5, "share of a step in which the network is idle, 0 to 1, from a profile", "SHARE", 0, 1
+    )
+    host_link_gbps: float = _flag_of(
+        200.0, "bandwidth between a node's devices and its host memory in gigabits per second", "GBPS", 1e-3, 1e6
+    )
+    host_gib: float = _flag_of(512.0, "free host memory of a node for copies", "GIB", 0, 1e9)
+    device_gib: float = _flag_of(0.0, "free device memory of a node for copies", "GIB", 0, 1e9)
+    mtbf_hours: float = _flag_of(5000.0, "mean time between failures of one node", "HOURS", 1e-3, 1e12)
+    replication: int = _flag_of(2, "domains that should hold each unit, those that train it included", "COPIES", 1, 64)
+    budget: float = _flag_of(0.01, "share of a step by which copies may prolong it, 0 to 1", "SHARE", 0, 1)
+    persist_steps: int = _flag_of(1000, "steps from one version in the store to the next", "STEPS", 2, 1e6)
+    experts_per_save: int | None = _flag_of(
+        None, "experts of each layer that pec saves to the store at a time (default: a quarter)", "EXPERTS", 1, 1 << 24
+    )
+    experts_per_snapshot: int | None = _flag_of(
+        None, "experts of each layer that pec copies to own memory at a time (default: half)", "EXPERTS", 1, 1 << 24
+    )
+    snapshot_interval: int = _flag_of(1, "steps between two such snapshots of pec", "STEPS", 1, 1e6)
+    remote_bytes_per_step: int | None = _flag_of(
+        None,
+        "bytes that moetion may send to peers in a step, all nodes together (default: the capacity of --network-gbps "
+        "in --step-seconds)",
+        "BYTES",
+        0,
+        MAX_BYTES,
+    )
+    no_replay: bool = _flag_of(
+        False, "the optimizer's steps cannot be repeated on other nodes, so copies need the state"
+    )
 
     @property
     def network(self) -> Link:
@@ -90,62 +100,8 @@ class CopySetting:
         return [CopyNode(failure, node // domain_size, *memory, idle, self.step_seconds) for node in range(nodes)]
 
 
-HELP = {
-    "expert_parameters": ("PARAMETERS", "parameters of one expert"),
-    "dense_parameters": ("PARAMETERS", "parameters outside experts"),
-    "dense": (None, "whether each node holds all dense parameters, or one shard of them as with ZeRO-3 or FSDP"),
-    "state_bytes": (
-        "BYTES",
-        "bytes of the state per parameter: 12 for fp32 weights and two moments, 14 with a bf16 copy as well",
-    ),
-    "gradient_bytes": ("BYTES", "bytes of the gradient per parameter as sent: 4, or 2 in bf16"),
-    "step_seconds": ("SECONDS", "duration of a step"),
-    "network_gbps": ("GBPS", "bandwidth of a node's network in gigabits per second"),
-    "network_idle": ("SHARE", "share of a step in which the network is idle, 0 to 1, from a profile"),
-    "host_link_gbps": ("GBPS", "bandwidth between a node's devices and its host memory in gigabits per second"),
-    "host_gib": ("GIB", "free host memory of a node for copies"),
-    "device_gib": ("GIB", "free device memory of a node for copies"),
-    "mtbf_hours": ("HOURS", "mean time between failures of one node"),
-    "replication": ("COPIES", "domains that should hold each unit, those that train it included"),
-    "budget": ("SHARE", "share of a step by which copies may prolong it, 0 to 1"),
-    "persist_steps": ("STEPS", "steps from one version in the store to the next"),
-    "experts_per_save": ("EXPERTS", "experts of each layer that pec saves to the store at a time (default: a quarter)"),
-    "experts_per_snapshot": (
-        "EXPERTS",
-        "experts of each layer that pec copies to own memory at a time (default: half)",
-    ),
-    "snapshot_interval": ("STEPS", "steps between two such snapshots of pec"),
-    "remote_bytes_per_step": (
-        "BYTES",
-        "bytes that moetion may send to peers in a step, all nodes together (default: the capacity of --network-gbps "
-        "in "
-        "--step-seconds)",
-    ),
-    "no_replay": (None, "the optimizer's steps cannot be repeated on other nodes, so copies need the state"),
-}
-"""Name of each flag's value, and its help."""
 INTEGERS = {"expert_parameters", "dense_parameters"}
 """Integers that may be written as 7e6."""
-RANGES: dict[str, tuple[float, float]] = {
-    "expert_parameters": (1, 1e15),
-    "dense_parameters": (0, 1e15),
-    "state_bytes": (1, 64),
-    "gradient_bytes": (1, 64),
-    "step_seconds": (1e-6, 1e6),
-    "network_gbps": (1e-3, 1e6),
-    "network_idle": (0, 1),
-    "host_link_gbps": (1e-3, 1e6),
-    "host_gib": (0, 1e9),
-    "device_gib": (0, 1e9),
-    "mtbf_hours": (1e-3, 1e12),
-    "replication": (1, 64),
-    "budget": (0, 1),
-    "persist_steps": (2, 1e6),
-    "experts_per_save": (1, 1 << 24),
-    "experts_per_snapshot": (1, 1 << 24),
-    "snapshot_interval": (1, 1e6),
-    "remote_bytes_per_step": (0, MAX_BYTES),
-}
 
 
 def add_copy_arguments(parser: argparse.ArgumentParser) -> None:
@@ -156,20 +112,19 @@ def add_copy_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="show how each unit would be protected, the cost, and the same for the other presets",
     )
-    for field in fields(CopySetting):
-        metavar, text = HELP[field.name]
-        given: dict[str, Any] = {"type": type(field.default), "metavar": metavar}
-        if field.name == "no_replay":
+    for each in fields(CopySetting):
+        given: dict[str, Any] = {"type": type(each.default), "metavar": each.metadata["metavar"]}
+        if each.name == "no_replay":
             given = {"action": "store_true"}
-        elif field.name == "dense":
+        elif each.name == "dense":
             given = {"choices": ("replicated", "sharded")}
-        elif field.name in INTEGERS:
+        elif each.name in INTEGERS:
             given["type"] = float
-        elif field.default is None:
+        elif each.default is None:
             given["type"] = int
-        shown = f" ({field.default:.0e})".replace("e+0", "e") if field.name in INTEGERS else f" ({field.default})"
-        text += shown if field.default not in (None, False) else ""
-        group.add_argument(_flag(field.name), default=None, help=text, **given)
+        shown = f" ({each.default:.0e})".replace("e+0", "e") if each.name in INTEGERS else f" ({each.default})"
+        text = each.metadata["help"] + (shown if each.default not in (None, False) else "")
+        group.add_argument(_flag(each.name), default=None, help=text, **given)
 
 
 def parse_setting(options: argparse.Namespace, layers: int, experts: int) -> CopySetting | None:
@@ -178,16 +133,16 @@ def parse_setting(options: argparse.Namespace, layers: int, experts: int) -> Cop
     Raises:
         ValueError: with the flag, what was expected and what came.
     """
-    given = {field.name: getattr(options, field.name) for field in fields(CopySetting)}
+    given = {each.name: getattr(options, each.name) for each in fields(CopySetting)}
     given = {name: value for name, value in given.items() if value is not None}
     if not options.copies:
         if given:
             raise ValueError(f"{_flag(next(iter(given)))}: expected --copies with it, which is missing")
         return None
-    for name, (least, most) in RANGES.items():
-        value = given.get(name)
-        if value is not None and not (math.isfinite(value) and least <= value <= most):
-            raise ValueError(f"{_flag(name)}: expected {least:g} to {most:g}, got {value}")
+    for each in fields(CopySetting):
+        value, (least, most) = given.get(each.name), each.metadata["range"]
+        if isinstance(value, int | float) and not (math.isfinite(value) and least <= value <= most):
+            raise ValueError(f"{_flag(each.name)}: expected {least:g} to {most:g}, got {value}")
     given |= {name: int(given[name]) for name in INTEGERS & given.keys()}
     setting = CopySetting(**given)
     if options.nodes > MAX_COPY_NODES:
@@ -198,8 +153,8 @@ def parse_setting(options: argparse.Namespace, layers: int, experts: int) -> Cop
         )
     _check_levels(setting, experts)
     parameters = layers * experts * setting.expert_parameters + setting.dense_parameters
-    each = 2 * setting.state_bytes + 8 * setting.gradient_bytes
-    if parameters * each * setting.replication > MAX_BYTES:
+    bytes_each = 2 * setting.state_bytes + 8 * setting.gradient_bytes
+    if parameters * bytes_each * setting.replication > MAX_BYTES:
         raise ValueError(
             f"--expert-parameters: expected fewer than 2^60 bytes in all copies, got {parameters} parameters in all"
         )
