@@ -235,14 +235,9 @@ class Metrics:
             self._of["slow"].labels(part=event.slow).set(1)
         self._of["tokens"].inc(event.tokens)
         self._of["recent_tokens_per_second"].set(tokens / seconds if seconds else 0.0)
-        if event.imbalance is not None:
-            self._of["imbalance"].set(event.imbalance)
-        if event.expert_imbalance is not None:
-            self._of["expert_imbalance"].set(event.expert_imbalance)
-        if event.plt_at_risk is not None:
-            self._of["plt_at_risk"].set(event.plt_at_risk)
-        if event.starvation is not None:
-            self._of["starvation"].set(event.starvation)
+        for name in ("imbalance", "expert_imbalance", "plt_at_risk", "starvation"):
+            if (value := getattr(event, name)) is not None:
+                self._of[name].set(value)
         self._of["copy_lag_steps"].clear()
         for kind, steps in event.lag.items():
             self._of["copy_lag_steps"].labels(kind=kind).set(steps)
