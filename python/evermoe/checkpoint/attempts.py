@@ -54,9 +54,6 @@ class Attempts:
     """The attempts below a URL, with a cache of what cannot change any more.
 
     A decided attempt stays decided: its manifest never changes, except that it may be emptied.
-
-    Args:
-        place: the object store.
     """
 
     def __init__(self, place: ObjectStore) -> None:
@@ -168,11 +165,7 @@ def sort(
 
 
 class Cleaner:
-    """Gives attempts up, removes checkpoints, and then removes the files that nothing uses any more.
-
-    Args:
-        attempts: of the store.
-    """
+    """Gives attempts up, removes checkpoints, and then removes the files that nothing uses any more."""
 
     def __init__(self, attempts: Attempts) -> None:
         self._attempts, self._place = attempts, attempts.place

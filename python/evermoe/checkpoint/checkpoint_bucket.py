@@ -180,11 +180,6 @@ class CheckpointBucket:
     def write(self, draft: ObjectPath, rank: int, shares: Collection[Share]) -> list[Row]:
         """Write a rank's shares except units that a checkpoint or save already contains; rank 0 begins the attempt.
 
-        Args:
-            draft: of the attempt.
-            rank: of this member.
-            shares: complete units, or parts of them.
-
         Raises:
             PersistFailed: the URL now belongs to another job.
             OSError: the shares cannot be written.
@@ -267,11 +262,7 @@ class CheckpointBucket:
                 self._remove_left()
 
     def sweep(self, generation: int) -> None:
-        """Give up, in the background, the attempts of processes that died or were left behind.
-
-        Args:
-            generation: of the members, this one included.
-        """
+        """Give up, in the background, the attempts of processes that died or were left behind."""
         threading.Thread(target=self._sweep, args=(generation,), name="evermoe-sweep", daemon=True).start()
 
     def _sweep(self, generation: int) -> None:

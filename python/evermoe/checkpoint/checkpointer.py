@@ -55,12 +55,6 @@ def find_location(options: Checkpoints, patience: float | None = None) -> Locati
 class Checkpointer(BackgroundWriter):
     """Decides when a session writes checkpoints, and which units each of its members writes.
 
-    Args:
-        options: location and schedule.
-        state: this member's units.
-        membership: the job, and the members that train.
-        emit: called with every published checkpoint.
-
     Raises:
         ValueError: another job runs in the folder, or its checkpoints are of another model.
         OSError: the folder cannot be written to.

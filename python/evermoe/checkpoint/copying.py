@@ -28,10 +28,6 @@ def copy(manifest: Manifest, to: Location) -> Location | None:
 
     If `to` already has its version, copy the mark alone, and return None.
 
-    Args:
-        manifest: of the checkpoint.
-        to: a folder or URL for checkpoints.
-
     Raises:
         ValueError: the manifest is of a save.
         CorruptCopy: a unit is missing, or does not match its digest; nothing is copied.

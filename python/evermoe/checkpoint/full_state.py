@@ -32,9 +32,6 @@ class LiveWeights:
     """Provides one rank with the weights of a model that ranks train, as a `WeightSource`; collective.
 
     All ranks request the same units in the same order; only the root receives them.
-
-    Args:
-        root: the rank that receives the weights.
     """
 
     def __init__(self, root: int = 0) -> None:

@@ -23,9 +23,6 @@ _MAX_HEADER_BYTES = 100_000_000
 class ObjectFile:
     """A local image of a file in an object store: of the same size, with zeros where nothing was read yet.
 
-    Args:
-        path: of the file.
-
     Raises:
         CorruptCopy: the file is missing or empty.
         OSError: the file cannot be read.

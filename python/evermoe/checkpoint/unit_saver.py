@@ -29,14 +29,7 @@ CLOSE_SECONDS = 10.0
 
 
 class UnitSaver(BackgroundWriter):
-    """Saves some units of a session's state at a time. A member that does not train has none.
-
-    Args:
-        store: of the session's checkpoints.
-        state: this member's units.
-        membership: the members that train.
-        interval: steps between two saves.
-    """
+    """Saves some units of a session's state at a time. A member that does not train has none."""
 
     def __init__(
         self, store: CheckpointStore, state: TrainingState, membership: MembershipManager, interval: int
@@ -115,10 +108,6 @@ class UnitSaver(BackgroundWriter):
 
     def begin_if_due(self, version: int, choose: Callable[[], Collection[str]]) -> Collection[str] | None:
         """Begin to save the state of `version` if a save is scheduled; on all members or on none.
-
-        Args:
-            version: of the state.
-            choose: returns the experts selected next.
 
         Returns:
             The experts in the save; None if none has begun. The same on all members.

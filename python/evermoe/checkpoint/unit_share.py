@@ -29,12 +29,7 @@ class Share(NamedTuple):
         return {f"{self.unit.name}/{name}": tensor for name, tensor in pieces.items()}
 
     def row(self, file: str, digest: int | None = None) -> Row:
-        """Return the row of a manifest for these bytes.
-
-        Args:
-            file: with the bytes.
-            digest: of the unit, if the bytes are complete.
-        """
+        """Return the row of a manifest for these bytes in a file; `digest`: that of the unit, if they are complete."""
         value = self.digest if digest is None else digest
         extents = {spec.name: spec.extent for spec in self.unit.specs if spec.extent is not None}
         names = [spec.name for spec in self.unit.specs]

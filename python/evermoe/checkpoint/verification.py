@@ -27,14 +27,7 @@ CLOSE_SECONDS = 10.0
 
 
 class Verification:
-    """Checkpoints of a session that may soon be verified.
-
-    Args:
-        store: of the checkpoints; None where a member writes none.
-        retention: of the store.
-        group: the members that train.
-        emit: called with every verified checkpoint.
-    """
+    """Checkpoints of a session that may soon be verified."""
 
     def __init__(self, store: CheckpointStore | None, retention: Retention, group: Group, emit: Listener) -> None:
         self._store, self._retention, self._group, self._emit = store, retention, group, emit
@@ -166,11 +159,6 @@ class Verification:
 
         Checkpoints that awaited their verification are verified if the recovery has compared the state of all members
         that took part in them, and never if some of these are gone or have differed.
-
-        Args:
-            standings: of the members that train.
-            version: from which they resume.
-            generation: of the members.
         """
         latest = max(each[0] for each in standings)
         known = [each for each in standings if each[0] == latest and latest >= 0]

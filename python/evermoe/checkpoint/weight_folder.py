@@ -28,9 +28,6 @@ class WeightFolder:
 
     Drafts of the same name that a killed process has left are removed.
 
-    Args:
-        path: must be empty or missing.
-
     Raises:
         OSError: the folder is not empty, or cannot be written to.
     """
@@ -79,9 +76,6 @@ class WeightFolder:
 
     def publish(self, add_more: Callable[[Path], None] = lambda draft: None) -> None:
         """Write the remaining tensors, then rename the draft to the folder.
-
-        Args:
-            add_more: writes other files into the draft.
 
         Raises:
             OSError: the draft cannot be written, or a folder of this name exists by now.

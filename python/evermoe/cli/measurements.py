@@ -150,10 +150,6 @@ SESSION = ["--workers", "3", "--steps", "30", "--kill", "1@12", "--no-join", "--
 def measure_session(console: Console, flags: list[str] | None = None) -> tuple[dict[str, float], dict[str, Any]]:
     """Measure the phases of a recovery in a session whose worker is killed, and its steps.
 
-    Args:
-        console: shows the progress.
-        flags: those of the demo: steps, workers and kills.
-
     Returns:
         The constants; and for people the seconds of a step by number of members and the phases of each recovery.
 
@@ -203,10 +199,6 @@ PERSISTING_ROUNDS = 3
 def measure_persisting(console: Console, flags: Sequence[str] = ("--layers", "2")) -> dict[str, float]:
     """Measure the seconds that a concurrent save adds to a step: a session that saves after each step against one that
     never does.
-
-    Args:
-        console: shows the progress.
-        flags: those of the demo, appended to `PERSISTING`.
 
     Raises:
         LaunchError: a worker failed.

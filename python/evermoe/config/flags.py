@@ -59,11 +59,6 @@ def add_preset_flags(parser: argparse.ArgumentParser, default: str = "auto") -> 
 def given_options(arguments: argparse.Namespace, options: type[_Options], **more: Any) -> _Options:
     """Return the options that were given as flags, with the defaults of the others.
 
-    Args:
-        arguments: parsed by a parser with `add_flags`.
-        options: the dataclass.
-        more: further fields.
-
     Raises:
         ValueError: an option is wrong.
     """

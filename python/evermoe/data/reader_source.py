@@ -42,15 +42,7 @@ def _pickled(parts: list[ReaderPart]) -> Tensor:
 
 
 class Feed(IterableDataset[Tensor]):
-    """The parts of a member's batches from one on, without end: read by worker processes, each with some readers.
-
-    Args:
-        settings: of all readers.
-        epoch: of the samples.
-        owned: the member's readers.
-        batch: the first one.
-        states: the latest state of each reader, as far as there are any.
-    """
+    """The parts of a member's batches from one on, without end: read by worker processes, each with some readers."""
 
     def __init__(
         self,
@@ -78,14 +70,7 @@ class Feed(IterableDataset[Tensor]):
 
 
 class ReaderSource:
-    """Reads a member's parts of global batches, in this process or in worker processes.
-
-    Args:
-        settings: of all readers.
-        states: of all readers.
-        num_workers: worker processes; 0 for none.
-        prefetch_factor: batches that each of them reads ahead.
-    """
+    """Reads a member's parts of global batches, in this process or in worker processes."""
 
     def __init__(self, settings: ReaderSettings, states: ReaderStates, num_workers: int, prefetch_factor: int) -> None:
         self._settings, self._states = settings, states

@@ -59,9 +59,7 @@ def unpacked(data: bytes) -> Any:
 class ReaderStates:
     """The latest states of all readers that the members have exchanged, and the newer ones of this member.
 
-    Args:
-        readers: number of readers.
-        nbytes: room for the state of each.
+    Each has room for `nbytes`.
     """
 
     def __init__(self, readers: int, nbytes: int) -> None:

@@ -25,13 +25,7 @@ MEANINGS = {"training": "trains", "recovering": "recovers", "joining": "new work
 
 
 def plot_run(run: Timeline, path: Path, title: str) -> None:
-    """Draw one run of the demo to a PNG.
-
-    Args:
-        run: the timeline of the run.
-        path: of the picture.
-        title: sentence that says what the picture shows.
-    """
+    """Draw one run of the demo to a PNG."""
     lanes = 0.28 * len(run.lanes) + 0.5
     figure = Figure(figsize=(9.5, 4.9 + lanes), layout="constrained")
     loss, throughput, workers = figure.subplots(3, 1, sharex=True, height_ratios=[2.3, 1.5, lanes])

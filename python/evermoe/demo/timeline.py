@@ -74,13 +74,7 @@ class Timeline:
 def timeline(
     events: Mapping[int, Sequence[Event]], baseline: Mapping[int, Sequence[Event]] | None, tokens_per_step: int
 ) -> Timeline:
-    """Build the timeline of a run.
-
-    Args:
-        events: of each worker.
-        baseline: events of the run without failures; None if there was none.
-        tokens_per_step: of the global batch.
-    """
+    """Build the timeline of a run."""
     zero = min(event["time"] for rows in events.values() for event in rows if event["event"] == "begin")
     committed = commits(events)
     times = [_applied(events, step) - zero for step in committed]

@@ -10,11 +10,7 @@ from torch import Tensor
 
 
 class CombinedOptimizer(torch.optim.Optimizer):
-    """Optimizers that step one after the other. Groups and state are theirs, so a change of either is one of theirs.
-
-    Args:
-        optimizers: over different parameters of one model.
-    """
+    """Optimizers that step one after the other. Groups and state are theirs, so a change of either is one of theirs."""
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         # Without the base class's constructor, which would copy the groups and keep a state of its own.

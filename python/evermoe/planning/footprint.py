@@ -94,12 +94,7 @@ class Footprint(NamedTuple):
     moments: list[Moment]
 
     def peak(self, phase: PhaseName, by: Callable[[Use], int] = lambda use: use.device) -> tuple[str, Use]:
-        """Return the peak of a phase: its name and the bytes of the largest worker.
-
-        Args:
-            phase: one of `PHASES`.
-            by: what is counted.
-        """
+        """Return the peak of a phase: its name and the bytes of the largest worker."""
         each = [(moment.name, use) for moment in self.moments if moment.phase == phase for use in moment.uses]
         return max(each, key=lambda found: (by(found[1]), found[1].host + found[1].snapshots))
 

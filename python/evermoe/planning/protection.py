@@ -171,11 +171,6 @@ def survival(
 ) -> tuple[float, float]:
     """Compute the probabilities that every unit survives the loss of one node and of two, all equally likely.
 
-    Args:
-        plan: with all its copies.
-        active: by unit, the ranks that train on it.
-        ranks: all ranks.
-
     Example: three nodes, each unit on two of them: (1.0, 0.0) if each pair of nodes shares a unit.
     """
     held = {tuple(sorted({*active[each.unit], *each.holders})) for each in plan.units}

@@ -69,10 +69,7 @@ def chrome_trace(
 
 
 def merge_traces(traces: Sequence[str]) -> str:
-    """One trace of several ranks.
-
-    Args:
-        traces: from `chrome_trace`, each of another rank.
+    """One trace of several ranks, each from `chrome_trace`.
 
     Raises:
         ValueError: a text that is no trace, or two of one rank.

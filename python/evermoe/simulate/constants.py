@@ -64,13 +64,7 @@ class Constants:
 
 
 def write_constants(constants: Constants, path: str | Path, details: dict[str, Any] | None = None) -> None:
-    """Write a file of constants.
-
-    Args:
-        constants: the constants to write.
-        path: path of the JSON file; its folder is created.
-        details: details of the measurements, for people.
-    """
+    """Write a JSON file of constants, with details of their measurements for people; its folder is created."""
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     data = {"evermoe_constants": FORMAT, **asdict(constants), "details": details or {}}

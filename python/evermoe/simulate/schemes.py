@@ -29,12 +29,6 @@ def scheme_fields(
 ) -> dict[str, Any]:
     """Return the fields of `Scheme` in `src/simulate/scenario.rs`.
 
-    Args:
-        name: name of the scheme.
-        expert_parallel: nodes that share the experts, for baselines.
-        checkpoint_interval: steps between checkpoints, for baselines.
-        join_seconds: seconds for which new nodes are gathered, for baselines.
-
     Raises:
         ValueError: no scheme has the name.
     """

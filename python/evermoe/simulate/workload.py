@@ -70,14 +70,7 @@ class Workload:
 
     @classmethod
     def of_shape(cls, name: str, shape: ModelShape, *, step_seconds: float, **options: float) -> Workload:
-        """Return a workload with the sizes of a shape.
-
-        Args:
-            name: name of the model, for people.
-            shape: sizes of the model.
-            step_seconds: seconds of a step on all nodes of the cluster.
-            options: other fields.
-        """
+        """Return a workload with the sizes of a shape."""
         given: dict[str, object] = {
             "layers": shape.layers,
             "experts": shape.experts,

@@ -23,9 +23,6 @@ class Building(TorchDispatchMode):
     """Makes large tensors on the `meta` device while it is entered, with a shape and no memory, and records everything.
 
     Small ones are made as always, so that a constructor can read them; where it reads others, those are made for that.
-
-    Args:
-        recording: what is written to.
     """
 
     def __init__(self, recording: Recording) -> None:

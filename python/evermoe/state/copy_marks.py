@@ -44,10 +44,6 @@ class CopyMarks:
 
     Changes become part of `table` with the next `fold`, so that the table of a version is the same on all members:
     some may have begun the version's copies, and others not.
-
-    Args:
-        layers: number of MoE layers L.
-        experts: E.
     """
 
     def __init__(self, layers: int, experts: int) -> None:

@@ -238,14 +238,7 @@ class Deferral:
 
     @torch.no_grad()
     def fill_expert(self, path: str, layer: Experts, expert: int, row: Tensor) -> None:
-        """Writes the first weights of an expert.
-
-        Args:
-            path: of its layer.
-            layer: at that path.
-            expert: its number.
-            row: `[row]`, to be written.
-        """
+        """Writes the first weights of an expert of the layer at `path` to its `row`, `[row]`."""
         if isinstance(self._source, WeightSource):
             self._source.fill(path, layer, {"weights": row}, expert)
         elif self._source is not None or self._built is None:

@@ -26,9 +26,6 @@ class ExpertLoad:
     """Tokens of each expert: their average in a step, and their totals over the run.
 
     The tensors are part of the state: after a recovery all ranks count on from the same numbers.
-
-    Args:
-        layers: MoE layers by module path.
     """
 
     def __init__(self, layers: Mapping[str, Experts]) -> None:

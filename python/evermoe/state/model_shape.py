@@ -10,13 +10,9 @@ from evermoe.state.unit import dense_tensors
 
 
 def shape_of(model: nn.Module, source: str = "") -> ModelShape:
-    """Sizes of a model with evermoe's experts; one on the `meta` device will do.
+    """Sizes of a model with evermoe's experts; one on the `meta` device that holds all its experts will do.
 
     Parameters that require no gradient are frozen. They are taken for parameters that no optimizer has.
-
-    Args:
-        model: holds all its experts.
-        source: what it is.
 
     Raises:
         ValueError: it has no MoE layer, or layers of different sizes, or nothing of it is trained.

@@ -106,10 +106,6 @@ def _start(optimizer: torch.optim.Optimizer, masters: Masters) -> None:
     """Steps with zero gradients and a zero learning rate, then all state to what it starts from.
 
     A few parameters at a time have a gradient, so that this takes little memory in addition to the state.
-
-    Args:
-        optimizer: without state.
-        masters: what starts from the parameters.
     """
     rates = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:

@@ -137,12 +137,8 @@ def rebalanced(
 def even_division(experts: int, ranks: int) -> NDArray[np.int64]:
     """Return the placement `[R, E]` of each expert on one rank, in order of number, as many on each to within one.
 
-        >>> even_division(3, 2).tolist()
-        [[1, 0, 0], [0, 1, 1]]
-
-    Args:
-        experts: E.
-        ranks: R.
+    >>> even_division(3, 2).tolist()
+    [[1, 0, 0], [0, 1, 1]]
     """
     ends = experts * np.arange(ranks + 1) // ranks
     return np.diff(np.arange(experts) < ends[:, None], axis=0).astype(np.int64)

@@ -28,12 +28,7 @@ _ELEMENTWISE = (
 
 
 class Rebuild:
-    """Repeats recorded operations on the CPU.
-
-    Args:
-        recording: of them.
-        given: existing memory to write to.
-    """
+    """Repeats recorded operations on the CPU."""
 
     def __init__(self, recording: Recording, given: Mapping[int, torch.UntypedStorage] | None = None) -> None:
         self._recording = recording

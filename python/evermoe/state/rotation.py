@@ -36,14 +36,11 @@ class Slice(NamedTuple):
 class Round:
     """One turn of a rotation after the other: the bytes that were compared in it, and the step in which it began.
 
-        >>> turn = Round(8)
-        >>> turn.compared(3, 4), turn.compared(5, 4), turn.end()
-        (None, None, 3)
-        >>> turn.compared(6, 4), turn.end()  # of the other bytes some holder has told nothing
-        (None, None)
-
-    Args:
-        nbytes: of the rotation.
+    >>> turn = Round(8)
+    >>> turn.compared(3, 4), turn.compared(5, 4), turn.end()
+    (None, None, 3)
+    >>> turn.compared(6, 4), turn.end()  # of the other bytes some holder has told nothing
+    (None, None)
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -64,16 +61,13 @@ class Round:
 class Rotation:
     """Takes parts of tensors one after the other, and begins again after the last one.
 
-        >>> rotation = Rotation([Entry("a", "weight", 3, 4), Entry("a", "bias", 1, 4)])
-        >>> [(part.entry.name, part.start, part.stop) for part in rotation.take(8)]
-        [('weight', 0, 2)]
-        >>> [(part.entry.name, part.start, part.stop) for part in rotation.take(100)]
-        [('weight', 2, 3), ('bias', 0, 1)]
-        >>> [(part.entry.name, part.start, part.stop) for part in rotation.take(4)]
-        [('weight', 0, 1)]
-
-    Args:
-        entries: at least one element together.
+    >>> rotation = Rotation([Entry("a", "weight", 3, 4), Entry("a", "bias", 1, 4)])
+    >>> [(part.entry.name, part.start, part.stop) for part in rotation.take(8)]
+    [('weight', 0, 2)]
+    >>> [(part.entry.name, part.start, part.stop) for part in rotation.take(100)]
+    [('weight', 2, 3), ('bias', 0, 1)]
+    >>> [(part.entry.name, part.start, part.stop) for part in rotation.take(4)]
+    [('weight', 0, 1)]
     """
 
     def __init__(self, entries: Sequence[Entry]) -> None:

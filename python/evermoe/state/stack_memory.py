@@ -19,10 +19,6 @@ class StackMemory:
     Pages that the system has not handed out yet must be cleared first, which takes longer than to copy as much. So a
     stack that gets more rows keeps its memory, and its storage has no more bytes than the rows that it has now.
 
-    Args:
-        rows: the most.
-        row_bytes: of each.
-
     Raises:
         OSError: the system refuses so large a range of addresses.
     """

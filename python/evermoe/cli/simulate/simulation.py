@@ -70,12 +70,7 @@ def simulate_presets(scenario: Scenario, presets: Sequence[Any], seed: int, seed
 
 
 class Reporter:
-    """Writes a line at the start, and one every few seconds: the current preset, its progress and the time left.
-
-    Args:
-        presets: names of all that are simulated, in order.
-        interval: seconds between two lines.
-    """
+    """Writes a line at the start, and one every few seconds: the current preset, its progress and the time left."""
 
     def __init__(self, presets: Sequence[str], interval: float = REPORT_SECONDS) -> None:
         self._presets, self._interval = presets, interval

@@ -143,12 +143,7 @@ def state_outside_experts(model: nn.Module) -> dict[str, Tensor]:
 
 
 class BestAdapters:
-    """Adapters from a folder that peft has written, in place of those that a session trains.
-
-    Args:
-        model: peft's, elastic.
-        folder: with the files of its adapters.
-    """
+    """Adapters from a folder that peft has written, in place of those that a session trains."""
 
     def __init__(self, model: Any, folder: str) -> None:
         self._model, self._folder = model, Path(folder)

@@ -53,10 +53,6 @@ class ElasticExperts(Experts):
     It takes over the weights of `source`, which has none afterwards. `state_dict` has transformers' names and
     shapes, and `load_state_dict` takes them. So `save_pretrained` works for a model that holds all its experts.
 
-    Args:
-        source: the module that this one replaces.
-        options: of `evermoe.Experts`.
-
     Raises:
         UnsupportedState: it has unknown parameters, or parameters of several types.
     """

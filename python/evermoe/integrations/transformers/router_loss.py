@@ -40,11 +40,7 @@ _running = _Running()
 
 
 def span_members(model: nn.Module) -> None:
-    """Compute the balancing losses of a model, and of models in it, over the tokens of all members.
-
-    Args:
-        model: elastic.
-    """
+    """Compute the balancing losses of a model, and of models in it, over the tokens of all members."""
     for module in model.modules():
         forward = inspect.unwrap(type(module).forward)
         names = getattr(getattr(forward, "__code__", None), "co_names", ())

@@ -35,10 +35,6 @@ class Epochs:
     """Epochs by the number of steps. A step may hold samples of two epochs: it belongs to the first one.
 
     Example: 10 samples in batches of 4 → the first epoch ends after step 3, the second after step 5.
-
-    Args:
-        num_samples: of an epoch.
-        batch_size: samples of a step.
     """
 
     def __init__(self, num_samples: int, batch_size: int) -> None:
@@ -81,10 +77,6 @@ class Follower:
 
 def check_place(sampler: ElasticSampler, steps: int) -> None:
     """Check that a job's batches so far were those by which its script counts epochs.
-
-    Args:
-        sampler: of the script, after the job's state was loaded.
-        steps: taken by the job.
 
     Raises:
         ValueError: the job was trained with another batch size or data set.
