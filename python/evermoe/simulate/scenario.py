@@ -14,8 +14,6 @@ from evermoe.simulate.constants import Constants
 from evermoe.simulate.workload import Workload
 
 DAY = 86_400.0
-_NO_COSTS = ("network_latency_seconds", "network_bytes_per_second", "source")
-"""Fields of `Constants` that describe the cluster, or the constants themselves."""
 
 
 @dataclass(frozen=True)
@@ -181,7 +179,20 @@ class Scenario:
                 "network_bytes_per_second": constants.network_bytes_per_second,
                 "host_bytes": self.host_bytes,
             },
-            "costs": {name: value for name, value in vars(constants).items() if name not in _NO_COSTS},
+            "costs": {
+                "detect_seconds": constants.detect_seconds,
+                "agree_seconds": constants.agree_seconds,
+                "rebuild_seconds": constants.rebuild_seconds,
+                "rebuild_seconds_per_node": constants.rebuild_seconds_per_node,
+                "survey_seconds": constants.survey_seconds,
+                "digest_bytes_per_second": constants.digest_bytes_per_second,
+                "capture_bytes_per_second": constants.capture_bytes_per_second,
+                "store_write_bytes_per_second": constants.store_write_bytes_per_second,
+                "store_read_bytes_per_second": constants.store_read_bytes_per_second,
+                "store_bytes_per_second": constants.store_bytes_per_second,
+                "persist_seconds": constants.persist_seconds,
+                "start_seconds": constants.start_seconds,
+            },
             "model": {
                 "layers": workload.layers,
                 "classes": workload.classes,
