@@ -11,7 +11,7 @@ import torch
 
 from evermoe import Expert, Experts, MoE, Router
 from evermoe.comm.group import Group
-from evermoe.moe import experts
+from evermoe.moe import exchange_planner
 from evermoe.moe.token_exchange import Exchange, HostMemory, Padding
 from support.paper_gpu import PaperGpu
 from support.ranks import run_each, run_ranks
@@ -40,7 +40,10 @@ def waits(group, matrix, options, shared=False):
     _, expected = pass_through(layer, x)
     tokens_E = layer.tokens_E
     layer.zero_grad()
-    with PaperGpu() as gpu, mock.patch.object(experts, "split_tokens", wraps=experts.split_tokens) as split:
+    with (
+        PaperGpu() as gpu,
+        mock.patch.object(exchange_planner, "split_tokens", wraps=exchange_planner.split_tokens) as split,
+    ):
         passes = pass_through(gpu.move(layer), gpu.tensor(x))
         next(passes)
         forward, backward, done = list(gpu.waits), gpu.waits, list(gpu.done)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from evermoe.moe import experts
+from evermoe.moe import exchange_planner
 from support import worker
 from support.harness import Worker
 from support.worker import Options
@@ -19,7 +19,7 @@ class SplittingWorker(Worker):
 
     @staticmethod
     def main(options: Options) -> None:
-        split = experts.split_tokens
+        split = exchange_planner.split_tokens
 
         def split_and_report(tokens: Any, matrix: Any, rank: int, policy: Any = "even") -> Any:
             send_ER, receive_RE = split(tokens, matrix, rank, policy)
@@ -29,5 +29,5 @@ class SplittingWorker(Worker):
                 file.write(json.dumps({"event": "split", "pid": os.getpid(), **fields}) + "\n")
             return send_ER, receive_RE
 
-        experts.split_tokens = split_and_report
+        exchange_planner.split_tokens = split_and_report
         worker.main(options)

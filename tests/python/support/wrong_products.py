@@ -21,8 +21,8 @@ def spoil(model: Any, where: str) -> None:
         gradients.step_optimizer = then(gradients.step_optimizer, lambda: _add(model.first.experts.weights.data))
         return
     if where == "repeats":
-        repeat = part.adamw_
-        part.adamw_ = lambda weights, *more: then(repeat, lambda: _add(weights))(weights, *more)
+        repeat = part.repeat_tensor_steps
+        part.repeat_tensor_steps = lambda weights, *more: then(repeat, lambda: _add(weights))(weights, *more)
         return
 
     def spoilt(compute: Any) -> Any:
