@@ -15,8 +15,6 @@ from typing import NamedTuple
 
 from evermoe.checkpoint.manifest import CHECKPOINT, MANIFEST, MANIFEST_BYTES, SAVE, Manifest, parsed
 from evermoe.checkpoint.object_store import ObjectPath, ObjectStore
-from evermoe.checkpoint.retention import Retention
-from evermoe.checkpoint.verified_mark import superseded_of
 from evermoe.errors import CorruptCopy
 from evermoe.process.warn import warn
 from evermoe.state.version import step_of
@@ -212,23 +210,6 @@ class Cleaner:
             going.append(MANIFEST)  # removed last
         if going:
             self._place.remove([f"{name}/{file}" for file in going])
-
-
-def superseded(
-    known: Mapping[str, Known],
-    retention: Retention,
-    kind: str = CHECKPOINT,
-    *,
-    before: int | None = None,
-    written: str | None = None,
-    awaited: Collection[int] = (),
-) -> list[Found]:
-    """Return what need not stay of a kind, as `superseded_of` does.
-
-    Raises:
-        OSError: the object store did not answer.
-    """
-    return superseded_of(sort(known, kinds=(kind,)), retention, before=before, written=written, awaited=awaited)
 
 
 def give_up_older(attempts: Attempts, generation: int | None) -> None:

@@ -44,7 +44,6 @@ from evermoe.checkpoint.attempts import (
     files_of,
     give_up_older,
     sort,
-    superseded,
     write_index,
 )
 from evermoe.checkpoint.manifest import CHECKPOINT, MANIFEST, SAVE, Manifest, Row, parsed
@@ -53,6 +52,7 @@ from evermoe.checkpoint.owner import OWNER, Owner, owner_text, read_owner
 from evermoe.checkpoint.plain_files import PROBE
 from evermoe.checkpoint.retention import NEWEST, SAVES, Retention, is_undone
 from evermoe.checkpoint.unit_share import Share
+from evermoe.checkpoint.verified_mark import superseded_of
 from evermoe.errors import PersistFailed
 from evermoe.process.run_claim import RUN, RUN_BYTES, Run
 from evermoe.state.version import generation_of, step_of
@@ -243,7 +243,8 @@ class CheckpointBucket:
                 self._left.add(name)
         retention = SAVES if mine[1] == SAVE else self._retention
         awaited = () if mine[1] == SAVE else self.awaited
-        for going in superseded(known, retention, mine[1], before=version, written=written, awaited=awaited):
+        found = sort(known, kinds=(mine[1],))
+        for going in superseded_of(found, retention, before=version, written=written, awaited=awaited):
             self._cleaner.remove_checkpoint(going.path.name)
             self._left |= {going.path.name, *_owners(going.manifest)}
         if mine[1] == CHECKPOINT:

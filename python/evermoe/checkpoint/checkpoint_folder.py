@@ -157,18 +157,9 @@ def _size(file: Path) -> int:
     return file.stat().st_size if file.exists() else 0
 
 
-def superseded(
-    directory: Path,
-    retention: Retention,
-    kind: str = CHECKPOINT,
-    *,
-    before: int | None = None,
-    written: str | None = None,
-    awaited: Collection[int] = (),
-) -> list[Path]:
-    """Return the checkpoints, or the saves, of a folder that need not stay: see `superseded_of`."""
-    found = _scan(directory, kinds=(kind,))
-    return [each.path for each in superseded_of(found, retention, before=before, written=written, awaited=awaited)]
+def superseded(directory: Path, retention: Retention) -> list[Path]:
+    """Return the checkpoints of a folder that a retention does not keep, older ones first."""
+    return [each.path for each in superseded_of(_scan(directory), retention)]
 
 
 class CheckpointFolder:
@@ -305,16 +296,18 @@ class CheckpointFolder:
         self._check_owner()
         path = take_name(draft)
         if path.name.startswith(SAVE):
-            _remove_saves(self.directory, superseded(self.directory, SAVES, SAVE, before=version, written=path.name))
+            saves = _scan(self.directory, kinds=(SAVE,))
+            going = superseded_of(saves, SAVES, before=version, written=path.name)
+            _remove_saves(self.directory, [each.path for each in going])
             return path
         self.remove_superseded(path, version)
         return path
 
     def remove_superseded(self, written: Path, version: int) -> None:
         """Remove the older checkpoints that need not stay, as a checkpoint was written or verified."""
-        going = superseded(self.directory, self._retention, before=version, written=written.name, awaited=self.awaited)
-        for each in going:
-            remove(each)
+        known, name = _scan(self.directory), written.name
+        for each in superseded_of(known, self._retention, before=version, written=name, awaited=self.awaited):
+            remove(each.path)
 
     def discard(self, draft: Path) -> None:
         """Remove a draft unless it has become a checkpoint."""

@@ -7,8 +7,8 @@ from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
-from evermoe.checkpoint import attempts, checkpoint_folder
-from evermoe.checkpoint.attempts import ATTEMPT, LOOKS, Attempts, Cleaner, Found, give_up_older, scan, write_index
+from evermoe.checkpoint import checkpoint_folder
+from evermoe.checkpoint.attempts import ATTEMPT, LOOKS, Attempts, Cleaner, Found, give_up_older, scan, sort, write_index
 from evermoe.checkpoint.checkpoint_bucket import CheckpointBucket
 from evermoe.checkpoint.checkpoint_folder import CheckpointFolder, Stored
 from evermoe.checkpoint.manifest import CHECKPOINT, MANIFEST, Manifest, Row, read_manifest
@@ -16,7 +16,7 @@ from evermoe.checkpoint.object_store import Location, ObjectPath, locate_below
 from evermoe.checkpoint.owner import Owner, no_job, read_owner
 from evermoe.checkpoint.retention import NEWEST, Retention
 from evermoe.checkpoint.unit_share import Share
-from evermoe.checkpoint.verified_mark import verified_at
+from evermoe.checkpoint.verified_mark import superseded_of, verified_at
 from evermoe.errors import CorruptCopy
 from evermoe.process.run_claim import Run
 from evermoe.process.warn import warn
@@ -196,7 +196,7 @@ def superseded(where: Location, retention: Retention) -> list[Location]:
     """Return the checkpoints that a retention does not keep, older ones first; raises as `stored` does."""
     if not isinstance(where, ObjectPath):
         return list(checkpoint_folder.superseded(where, retention))
-    return [found.path for found in attempts.superseded(Attempts(where.place).read_all(), retention)]
+    return [found.path for found in superseded_of(scan(where.place), retention)]
 
 
 def prune(where: Location, retention: Retention, *, abandoned: bool = False) -> Iterator[Location]:
@@ -228,7 +228,7 @@ def prune(where: Location, retention: Retention, *, abandoned: bool = False) -> 
             "up with --abandoned"
         )
     cleaner = Cleaner(seen)
-    for found in attempts.superseded(known, retention):
+    for found in superseded_of(sort(known), retention):
         cleaner.remove_checkpoint(found.path.name)
         yield found.path
     write_index(seen)
