@@ -83,7 +83,7 @@ def advise(comparison: Comparison) -> list[str]:
 
 def _choice(comparison: Comparison, chosen: Result, decisive: int | None) -> str:
     index = decisive or 0
-    lost = _losses(comparison, comparison.cluster.failures[index])
+    lost = comparison.cluster.losses(comparison.cluster.failures[index])
     even = f"busiest node {worst(chosen):.2f} × the mean"
     safe = f"{survived(chosen.survival[index])} of all losses of {lost} survived"
     if len(comparison.results) == 1:
@@ -143,7 +143,7 @@ def _copies(comparison: Comparison, chosen: Result) -> str:
         return "Copies in host memory need a second node; checkpoints on disk protect a single one."
     return (
         "This counts active replicas only: copies in host memory, Session(replication=2), keep each expert on one more "
-        f"node, so that any loss of {_losses(comparison, losses)} is survived."
+        f"node, so that any loss of {comparison.cluster.losses(losses)} is survived."
     )
 
 
@@ -154,9 +154,3 @@ def _heavy(heavy: Heavy, slots: int) -> str:
         f"{heavy.times_mean:.2f} × a node's mean load: {heavy.slots} slots per node instead of {slots} would avoid "
         "that."
     )
-
-
-def _losses(comparison: Comparison, failures: int) -> str:
-    """Return `1 node` or `2 nodes at once`."""
-    unit = comparison.cluster.unit
-    return f"1 {unit}" if failures == 1 else f"{failures} {unit}s at once"

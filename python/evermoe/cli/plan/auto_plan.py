@@ -12,11 +12,11 @@ from evermoe.cli.plan.advice import best
 from evermoe.cli.plan.compare import Cluster, Comparison, Result
 from evermoe.cli.plan.setting import CopySetting
 from evermoe.planning import CopyUnit, choose_copies
-from evermoe.planning.choose_copies import CopyKind, CopyPlan, NodeUse, UnitChoice
+from evermoe.planning.choose_copies import CopyKind, CopyPlan, LossSurvival, NodeUse, UnitChoice
 from evermoe.planning.presets import PRESETS
 from evermoe.planning.protection import LOG_STEPS, MAX_PERIOD, OWN_VERSIONS
 from evermoe.planning.selection import shard_modules
-from evermoe.planning.survival import Survival, copy_recovery_probability
+from evermoe.planning.survival import copy_recovery_probability
 
 
 @dataclass(frozen=True)
@@ -94,17 +94,6 @@ class KindRow:
 
 
 @dataclass(frozen=True)
-class LossRow:
-    """Survival of a number of lost domains."""
-
-    failures: int
-    without_loss: Survival
-    """Probability that no unit loses a step."""
-    with_loss: Survival
-    """Probability that each unit has some copy, perhaps an older one."""
-
-
-@dataclass(frozen=True)
 class Example:
     """Unit that represents those which are protected in the same way for the same reason."""
 
@@ -124,7 +113,7 @@ class AutoReport:
     """Placement policy."""
     plan: CopyPlan
     kinds: tuple[KindRow, ...]
-    survival: tuple[LossRow, ...]
+    survival: tuple[LossSurvival, ...]
     examples: tuple[Example, ...]
 
     @property
@@ -226,7 +215,7 @@ def _memory(unit: CopyUnit, choice: UnitChoice) -> int:
     return len(choice.holders) * each
 
 
-def _survival(layout: Layout, units: Sequence[CopyUnit], plan: CopyPlan) -> list[LossRow]:
+def _survival(layout: Layout, units: Sequence[CopyUnit], plan: CopyPlan) -> list[LossSurvival]:
     """Return the survival for each number of losses of `--fail`."""
 
     def sets(old: bool) -> list[list[int]]:
@@ -238,7 +227,7 @@ def _survival(layout: Layout, units: Sequence[CopyUnit], plan: CopyPlan) -> list
 
     current, any_version, names = sets(old=False), sets(old=True), layout.domains
     return [
-        LossRow(
+        LossSurvival(
             failures,
             copy_recovery_probability(current, failures, nodes=names),
             copy_recovery_probability(any_version, failures, nodes=names),

@@ -47,6 +47,10 @@ class Cluster:
         """Name of what fails: a node, or a domain of several."""
         return "node" if self.domain_size == 1 else "domain"
 
+    def losses(self, failures: int) -> str:
+        """Return `1 node` or `2 nodes at once`."""
+        return f"1 {self.unit}" if failures == 1 else f"{failures} {self.unit}s at once"
+
     def slots_for(self, experts: int, replicas: int) -> int:
         """Return the slots per node that give every expert this number of replicas, at most one per node."""
         return math.ceil(experts * min(replicas, self.nodes) / self.nodes)

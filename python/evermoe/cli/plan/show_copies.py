@@ -47,7 +47,7 @@ def advise_copies(auto: AutoReport, presets: Sequence[PresetRow]) -> str:
     open_units = [choice for choice in plan.units if not choice.covered]
     row = {row.preset: row for row in presets}
     if not open_units:
-        lost = _losses(auto, layout.setting.replication - 1)
+        lost = auto.layout.cluster.losses(layout.setting.replication - 1)
         what = "nothing is sent" if not auto.bytes else f"{row['auto'].peer_bytes:.3g} bytes a parameter in each step"
         gemini = f"copies of everything (gemini) take {row['gemini'].peer_bytes:.3g}"
         return f"auto survives any loss of {lost} without a lost step: {what}, where {gemini}."
@@ -175,7 +175,9 @@ def _survival(auto: AutoReport) -> str:
     parts = []
     for row in auto.survival:
         older = "" if row.without_loss == row.with_loss else f", {survived(row.with_loss)} with older copies"
-        parts.append(f"{_losses(auto, row.failures)}: {survived(row.without_loss)} without a lost step{older}")
+        parts.append(
+            f"{auto.layout.cluster.losses(row.failures)}: {survived(row.without_loss)} without a lost step{older}"
+        )
     return "; ".join(parts)
 
 
@@ -251,8 +253,3 @@ def _levels(auto: AutoReport, row: PresetRow) -> str:
         f"{'step' if every == 1 else f'{every:,} steps'}. Where all processes end and the nodes live, {lost} steps' "
         "tokens are lost."
     )
-
-
-def _losses(auto: AutoReport, failures: int) -> str:
-    unit = auto.layout.cluster.unit
-    return f"1 {unit}" if failures == 1 else f"{failures} {unit}s at once"
