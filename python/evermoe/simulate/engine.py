@@ -7,11 +7,12 @@ import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 from evermoe import _native
 from evermoe.options import checked
 from evermoe.simulate.scenario import Scenario
-from evermoe.simulate.schemes import SCHEMES, SchemeName, keeps_owners, scheme_fields
+from evermoe.simulate.schemes import BASELINES, SCHEMES, SchemeName, keeps_owners
 
 STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 """Student's t at 95 %, two-sided, for 1 to 10 degrees of freedom. For more the normal 1.96 is at most 14 % too low."""
@@ -110,12 +111,7 @@ def simulate(
     Raises:
         ValueError: with the field, what was expected and what came.
     """
-    given = scheme_fields(
-        scheme,
-        expert_parallel=scenario.expert_parallel or min(2, scenario.nodes),
-        checkpoint_interval=scenario.restart_interval,
-        join_seconds=scenario.join_seconds,
-    )
+    given = _scheme_fields(scenario, scheme)
     if scenario.options.shard_optimizer and not keeps_owners(scheme):
         fitting = ", ".join(name for name in SCHEMES if keeps_owners(name))
         raise ValueError(
@@ -130,6 +126,22 @@ def simulate(
     )
     found |= {"happened": happened, "recovery_seconds": tuple(found["recovery_seconds"])}
     return Outcome(**found)
+
+
+def _scheme_fields(scenario: Scenario, name: SchemeName) -> dict[str, Any]:
+    """Return the fields of `Scheme` in `src/simulate/scenario.rs`."""
+    if name not in SCHEMES:
+        raise ValueError(f"presets: expected some of {', '.join(SCHEMES)}, got {name!r}")
+    if name not in BASELINES:
+        return {"kind": "preset", "name": name}
+    return {
+        "kind": "restart",
+        "name": name,
+        "expert_parallel": scenario.expert_parallel or min(2, scenario.nodes),
+        "drops_groups": name == "restart-groups",
+        "checkpoint_interval": scenario.restart_interval,
+        "join_seconds": scenario.join_seconds,
+    }
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from evermoe.planning.presets import PRESET_NAMES, PRESETS, PresetName
 
@@ -22,25 +22,3 @@ SCHEMES: Mapping[SchemeName, str] = {
 def keeps_owners(name: SchemeName) -> bool:
     """Return whether a scheme can keep units that one node alone trains, as owners do with `shard_optimizer=True`."""
     return name in BASELINES or PRESETS[name].protects_owners  # type: ignore[index]
-
-
-def scheme_fields(
-    name: SchemeName, *, expert_parallel: int, checkpoint_interval: int, join_seconds: float
-) -> dict[str, Any]:
-    """Return the fields of `Scheme` in `src/simulate/scenario.rs`.
-
-    Raises:
-        ValueError: no scheme has the name.
-    """
-    if name not in SCHEMES:
-        raise ValueError(f"presets: expected some of {', '.join(SCHEMES)}, got {name!r}")
-    if name in BASELINES:
-        return {
-            "kind": "restart",
-            "name": name,
-            "expert_parallel": expert_parallel,
-            "drops_groups": name == "restart-groups",
-            "checkpoint_interval": checkpoint_interval,
-            "join_seconds": join_seconds,
-        }
-    return {"kind": "preset", "name": name}
