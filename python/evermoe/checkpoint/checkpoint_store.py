@@ -13,7 +13,7 @@ from evermoe.checkpoint.checkpoint_bucket import CheckpointBucket
 from evermoe.checkpoint.checkpoint_folder import CheckpointFolder, Stored
 from evermoe.checkpoint.manifest import CHECKPOINT, MANIFEST, Manifest, Row, read_manifest
 from evermoe.checkpoint.object_store import Location, ObjectPath, locate_below
-from evermoe.checkpoint.owner import Owner, no_job, read_owner
+from evermoe.checkpoint.owner import Owner, no_job
 from evermoe.checkpoint.retention import NEWEST, Retention
 from evermoe.checkpoint.unit_share import Share
 from evermoe.checkpoint.verified_mark import superseded_of, verified_at
@@ -181,15 +181,6 @@ def _nbytes(manifest: Manifest) -> int:
     keys = [f"{owner}/{file}" for owner, file in {*manifest.files, (path.name, MANIFEST)}]
     with ThreadPoolExecutor(LOOKS) as pool:
         return sum(pool.map(lambda key: path.place.size((path.parent / key).key) or 0, keys))
-
-
-def owner_of(where: Location) -> Owner | None:
-    """Return the job that a location belongs to; None if no readable `owner.json` names one.
-
-    Raises:
-        OSError: an object store did not answer.
-    """
-    return read_owner(where)
 
 
 def superseded(where: Location, retention: Retention) -> list[Location]:

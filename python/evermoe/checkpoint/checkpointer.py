@@ -34,12 +34,8 @@ from evermoe.state.unit import primary_units
 from evermoe.state.version import step_of
 
 
-def find_location(options: Checkpoints, patience: float | None = None) -> Location | None:
+def find_location(options: Checkpoints) -> Location | None:
     """Return the location of the checkpoints; None if the options name none.
-
-    Args:
-        options: of the session.
-        patience: seconds during which a request to a URL is retried; None for that of the options.
 
     Raises:
         ValueError: the URL has an unknown scheme, or contains credentials.
@@ -47,9 +43,8 @@ def find_location(options: Checkpoints, patience: float | None = None) -> Locati
     """
     if options.url is None:
         return None
-    patience = options.store_timeout if patience is None else min(patience, options.store_timeout)
     limits = {"upload_limit": options.upload_limit, "download_limit": options.download_limit}
-    return locate(options.url, patience=patience, **limits)
+    return locate(options.url, patience=options.store_timeout, **limits)
 
 
 class Checkpointer(BackgroundWriter):

@@ -171,11 +171,10 @@ def hurried(where: Location, patience: float) -> Location:
     return ObjectPath(_open(place.url, patience, 0.0, place.download_limit, *_circumstances()), where.key)
 
 
-def locate_below(where: str | Path, *, patience: float = PATIENCE) -> Location:
+def locate_below(where: str | Path) -> Location:
     """Return the location of a checkpoint or file, which may need files next to it; raises as `locate` does."""
     text = str(where)
     if isinstance(where, Path) or not _URL.match(text) or text.startswith("file:"):
         return locate(where)
     above, _, name = text.rstrip("/").rpartition("/")
-    found = locate(above, patience=patience)
-    return found / name
+    return locate(above) / name

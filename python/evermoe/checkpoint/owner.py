@@ -58,13 +58,8 @@ def read_owner(where: Location) -> Owner | None:
             content = read_plain(where / OWNER, OWNER_BYTES)
     except CorruptCopy:
         return None
-    return None if content is None else parsed_owner(content)
-
-
-def parsed_owner(content: bytes) -> Owner | None:
-    """Return the owner that the content of `owner.json` names; None if it is damaged."""
     try:
-        fields = json.loads(content)
+        fields = json.loads(content or b"")
         owner = Owner(fields["job"], fields["layout"])
         return owner if fields == _fields(owner) else None
     except (ValueError, TypeError, KeyError, RecursionError):

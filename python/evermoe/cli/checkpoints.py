@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from evermoe.checkpoint.checkpoint_folder import Stored
-from evermoe.checkpoint.checkpoint_store import owner_of, prune, stored, superseded
+from evermoe.checkpoint.checkpoint_store import prune, stored, superseded
 from evermoe.checkpoint.copying import copy
 from evermoe.checkpoint.manifest import (
     CHECKPOINT,
@@ -21,6 +21,7 @@ from evermoe.checkpoint.manifest import (
     read_units,
 )
 from evermoe.checkpoint.object_store import Location, locate, locate_below
+from evermoe.checkpoint.owner import read_owner
 from evermoe.checkpoint.retention import Retention
 from evermoe.cli import export
 from evermoe.errors import CorruptCopy
@@ -57,7 +58,7 @@ def _list(folder: str, *, as_json: bool) -> int:
     if as_json:
         print(json.dumps([each._asdict() | {"path": str(each.path)} for each in found], indent=2))
         return 0
-    owner, saves = owner_of(where), stored(where, SAVE)
+    owner, saves = read_owner(where), stored(where, SAVE)
     counts = f"{len(found)} complete checkpoints" + (f", {len(saves)} saves" if saves else "")
     print(f"{folder}: {counts}" + (f" of job {owner.job}" if owner else ""))
     for each in (*found, *saves):

@@ -47,10 +47,10 @@ def add_flags(
             )
 
 
-def add_preset_flags(parser: argparse.ArgumentParser, default: str = "auto") -> None:
+def add_preset_flags(parser: argparse.ArgumentParser) -> None:
     """Add `--preset` and the options of each preset, `--PRESET.OPTION`."""
     parser.add_argument(
-        "--preset", choices=PRESET_NAMES, default=default, help="how the state is protected (default: %(default)s)"
+        "--preset", choices=PRESET_NAMES, default="auto", help="how the state is protected (default: %(default)s)"
     )
     for preset in BY_NAME.values():
         add_flags(parser.add_argument_group(f"options of --preset {preset.name}"), preset)
