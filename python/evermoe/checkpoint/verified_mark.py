@@ -44,12 +44,7 @@ AnyComplete = TypeVar("AnyComplete", bound=Complete)
 
 
 def mark_verified(path: Location, version: int, step: int) -> None:
-    """Mark a checkpoint as verified.
-
-    Args:
-        path: of the checkpoint.
-        version: of its state.
-        step: in whose vote the last part was compared.
+    """Mark a checkpoint as verified by the vote on `step`.
 
     Raises:
         OSError: the mark cannot be written, for example because the checkpoint was removed.

@@ -112,14 +112,7 @@ def check_numbers(options: argparse.Namespace) -> None:
 
 
 def worker_arguments(options: argparse.Namespace, steps: int, replication: int, folder: Path) -> list[str]:
-    """Return the flags of each worker of a run.
-
-    Args:
-        options: the checked options of the demo.
-        steps: number of steps of the run.
-        replication: value of `--replication`; 0 for the run without failures.
-        folder: folder of this run, for the files that a preset saves.
-    """
+    """Return the flags of each worker of a run; `replication` is 0 for the run without failures."""
     training = ("balance", "batch", "learning_rate", "seed", "hang_timeout", "rejoin_timeout", "checkpoint_interval")
     values = {name: getattr(options, name) for name in (*SIZES, *training)} | {"steps": steps}
     values["replication"] = replication

@@ -99,11 +99,6 @@ def primaries(holders: Sequence[Sequence[int]], nbytes: Sequence[int], ranks: in
 
         >>> primaries([[0, 1], [0, 1], [0, 1]], [2, 5, 2], ranks=2)
         [1, 0, 1]
-
-    Args:
-        holders: for each unit, the ranks that hold it in the running model.
-        nbytes: size of each unit.
-        ranks: number of ranks.
     """
     return _native.primaries(count_lists("holders", holders), counts("nbytes", nbytes), count("ranks", ranks))
 

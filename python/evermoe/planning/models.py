@@ -155,15 +155,8 @@ def _shape(
 ) -> ModelShape:
     """Return a decoder with an embedding and a separate output matrix.
 
-    Args:
-        source: of the sizes.
-        vocabulary: number of tokens.
-        hidden: width of the model.
-        layers: MoE layers.
-        experts: of each.
-        expert: parameters of one.
-        layer: parameters of an MoE layer that are not in experts.
-        rest: parameters outside MoE layers, embedding and output: the last norm, dense layers.
+    Parameters: `expert` of one expert, `layer` of an MoE layer without them, `rest` of what is in no MoE layer,
+    embedding or output: the last norm, dense layers.
     """
     return ModelShape(
         dense_parameters=2 * vocabulary * hidden + layers * layer + rest,

@@ -193,9 +193,6 @@ def failure_domains(nodes: Sequence[str]) -> list[list[int]]:
 
         >>> failure_domains(["a", "b", "a"]), failure_domains(["a", "a"])
         ([[0, 2], [1]], [[0], [1]])
-
-    Args:
-        nodes: name of the node of each rank.
     """
     ranks_of: dict[str, list[int]] = {}
     for rank, node in enumerate(nodes):
@@ -237,12 +234,6 @@ def session_slots(experts: int, domain_sizes: Sequence[int], slots: int | None, 
 
         >>> session_slots(8, [1, 1, 1, 1], None, 1), session_slots(8, [1, 1, 1, 1], None, 2)
         (3, 4)
-
-    Args:
-        experts: of the layer.
-        domain_sizes: ranks of each node.
-        slots: as asked; None for a session's own choice.
-        replicas: active replicas of each expert that are wanted.
 
     Raises:
         ValueError: more than 2^24 experts, ranks or slots.

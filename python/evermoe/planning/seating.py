@@ -147,13 +147,7 @@ class CopyTotals:
 
 
 class Seating:
-    """Who holds what.
-
-    Args:
-        shape: of the model.
-        options: of the session.
-        nodes: name of the node of each rank.
-        before: of these and more ranks, before the last ones were lost; None at the start.
+    """Who holds what; `before`: who held it with more ranks, of which the last ones were lost since.
 
     Attributes:
         placed_RE: whether a rank trains an expert; all layers are equal.

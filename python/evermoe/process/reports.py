@@ -12,11 +12,7 @@ Report = dict[str, Any]
 
 
 class EventFile:
-    """Lines of JSON that a process appends to a file.
-
-    Args:
-        path: path of the file, which need not exist yet.
-    """
+    """Lines of JSON that a process appends to a file, which need not exist yet."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -92,9 +92,6 @@ class GatheredProfile:
     def trace(self, plans: Sequence[ChunkPlan | None] = ()) -> str:
         """Return a trace of all ranks in Chrome's trace event format; see `evermoe.planning.trace.chrome_trace`.
 
-        Args:
-            plans: by rank, the plan of its copies.
-
         Raises:
             ValueError: there is not one plan for each rank, or a plan is not made from these windows.
         """

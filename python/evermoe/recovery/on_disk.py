@@ -42,10 +42,6 @@ def find_usable(
 def refuse_beginning(version: int, versions: Iterable[int]) -> None:
     """Refuse to begin a job again that only resumes from verified checkpoints, and has none.
 
-    Args:
-        version: from which it would resume.
-        versions: of all state that its nodes have in memory.
-
     Raises:
         ValueError: some of it is of a later step than 0; the same on all members.
     """

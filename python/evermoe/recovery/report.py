@@ -98,11 +98,7 @@ class PhaseClock:
 
 
 class JobHistory:
-    """Recoveries of a member, and the steps that it has taken.
-
-    Args:
-        emit: listener of the session.
-    """
+    """Recoveries of a member, and the steps that it has taken."""
 
     def __init__(self, emit: Listener) -> None:
         self.reports: list[Recovered] = []

@@ -25,14 +25,7 @@ _WAY = (
 
 
 def explain(state: TrainingState, stored: Sequence[tuple[StoredUnit, str]], group: Group, lost: Collection[str]) -> str:
-    """Names the copies of lost units that no member can use, and says what to do; empty if there are none. Collective.
-
-    Args:
-        state: of this member.
-        stored: copies that it has, and their kinds.
-        group: all members.
-        lost: names of the units.
-    """
+    """Name the copies of lost units that no member can use, and say what to do; empty without any. Collective."""
     others = [found for found, _ in stored if state.catalog.is_divided_otherwise(found.unit)]
     told_steps = gather_json(group, sorted({step_of(found.version) for found in others}))
     if of_others := sorted({step for theirs in told_steps for step in theirs}):

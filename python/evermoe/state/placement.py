@@ -98,10 +98,6 @@ def vacant_rows(before_RE: np.ndarray, now_RE: np.ndarray) -> list[list[int]]:
 def with_vacant(now_RE: np.ndarray, vacant: Sequence[Sequence[int]]) -> np.ndarray:
     """Return the current placement in which new ranks take over the experts of lost ranks.
 
-    Args:
-        now_RE: the argument of `vacant_rows`.
-        vacant: its result.
-
     >>> with_vacant(np.array([[1, 0, 1], [0, 0, 0], [1, 1, 0]]), [[1, 2]]).tolist()
     [[1, 0, 1], [0, 1, 1], [1, 1, 0]]
     """

@@ -86,11 +86,7 @@ def memory_of(tensor: Tensor) -> int:
 
 
 class Recording:
-    """Record of how tensors were made. See the module's head.
-
-    Args:
-        seed: of all random numbers that a replay draws.
-    """
+    """Record of how tensors were made. See the module's head."""
 
     def __init__(self, seed: int) -> None:
         self.seed = seed

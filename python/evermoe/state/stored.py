@@ -202,9 +202,6 @@ class RetainedUnits:
 
     Until the copies of the new arrangement are complete, the member that got a unit may be the only one that has it. So
     the one that gave it away retains its bytes until then: a failure in between finds them here.
-
-    Args:
-        on_release: is called once they are not needed any more.
     """
 
     def __init__(self, on_release: Callable[[], None] = lambda: None) -> None:

@@ -237,12 +237,7 @@ def _seems_experts(name: str, module: nn.Module) -> bool:
 
 
 class Balance:
-    """Moves a router's numbers by the load of its experts.
-
-    Args:
-        bias: `[E]`, added to the scores for the choice.
-        rate: by how much.
-    """
+    """Moves a router's numbers `bias`, `[E]`, by the load of its experts."""
 
     def __init__(self, bias: Tensor, rate: float) -> None:
         self._bias, self._rate = bias, rate
