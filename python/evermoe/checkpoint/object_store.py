@@ -111,10 +111,6 @@ class ObjectPath:
         """The path up to the last slash of the key."""
         return ObjectPath(self.place, self.key.rpartition("/")[0])
 
-    def with_name(self, name: str) -> ObjectPath:
-        """Return a path with the same parent and another name."""
-        return self.parent / name
-
 
 Location = Path | ObjectPath
 """A folder or file, or an object or prefix of an object store."""

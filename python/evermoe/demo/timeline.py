@@ -40,9 +40,8 @@ class Mark:
 class Timeline:
     """One run over time."""
 
-    steps: list[int]
     times: list[float]
-    """Time at which each step was applied.
+    """Time at which each committed step was applied.
 
     Not the time of its `commit`: a commit is reported after the vote on the next step. The last two steps of a run are
     therefore committed at the same moment, which a rate would show as a spike.
@@ -82,7 +81,6 @@ def timeline(
     lanes = {worker: list(_lane(rows, zero)) for worker, rows in events.items()}
     without = commits(baseline) if baseline else {}
     return Timeline(
-        steps=list(committed),
         times=times,
         losses=[event["loss"] for event in committed.values()],
         losses_without_failures=[without[step]["loss"] for step in committed if step in without],
