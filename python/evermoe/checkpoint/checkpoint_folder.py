@@ -131,6 +131,12 @@ class Stored(NamedTuple):
     verified_at: int | None
     """Step in whose vote it was verified; None if it was not."""
 
+    @staticmethod
+    def of(manifest: Manifest, nbytes: int) -> Stored:
+        """Return the checkpoint of a manifest, whose files have this number of bytes."""
+        path, version = manifest.path, manifest.version
+        return Stored(path, step_of(version), version, nbytes, len(manifest.units), verified_at(path, version))
+
 
 def stored(directory: Path, kind: str = CHECKPOINT) -> list[Stored]:
     """Return what is complete of a kind, older versions first; what cannot be used is ignored with a warning.
@@ -141,13 +147,9 @@ def stored(directory: Path, kind: str = CHECKPOINT) -> list[Stored]:
     if not directory.is_dir():
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(directory))
     return [
-        Stored(
-            found.path,
-            step_of(found.version),
-            found.version,
+        Stored.of(
+            found.manifest,
             sum(_size(directory / owner / file) for owner, file in found.manifest.files) + _size(found.path / MANIFEST),
-            len(found.manifest.units),
-            verified_at(found.path, found.version),
         )
         for found in _scan(directory, kinds=(kind,), warns=True)
     ]

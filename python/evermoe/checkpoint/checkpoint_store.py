@@ -20,7 +20,6 @@ from evermoe.checkpoint.verified_mark import superseded_of, verified_at
 from evermoe.errors import CorruptCopy
 from evermoe.process.run_claim import Run
 from evermoe.process.warn import warn
-from evermoe.state.version import step_of
 
 
 class CheckpointStore(Protocol):
@@ -161,17 +160,7 @@ def stored(where: Location, kind: str = CHECKPOINT) -> list[Stored]:
     """
     if not isinstance(where, ObjectPath):
         return checkpoint_folder.stored(where, kind)
-    return [
-        Stored(
-            found.manifest.path,
-            step_of(found.version),
-            found.version,
-            _nbytes(found.manifest),
-            len(found.manifest.units),
-            verified_at(found.manifest.path, found.version),
-        )
-        for found in _scan(where, kinds=(kind,))
-    ]
+    return [Stored.of(found.manifest, _nbytes(found.manifest)) for found in _scan(where, kinds=(kind,))]
 
 
 def _nbytes(manifest: Manifest) -> int:
