@@ -29,7 +29,7 @@ import contextlib
 import re
 import threading
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 from safetensors.torch import save
@@ -49,7 +49,7 @@ from evermoe.checkpoint.attempts import (
 from evermoe.checkpoint.manifest import CHECKPOINT, MANIFEST, SAVE, Manifest, Row, parsed
 from evermoe.checkpoint.object_store import LOOK_SECONDS, ObjectPath, ObjectStore, hurried
 from evermoe.checkpoint.owner import OWNER, Owner, owner_text, read_owner
-from evermoe.checkpoint.plain_files import PROBE
+from evermoe.checkpoint.plain_files import PROBE, in_groups
 from evermoe.checkpoint.retention import NEWEST, SAVES, Retention, is_undone
 from evermoe.checkpoint.unit_share import Share
 from evermoe.checkpoint.verified_mark import superseded_of
@@ -201,7 +201,8 @@ class CheckpointBucket:
 
         most_bytes = FILE_BYTES if kind == SAVE else 0
         with ThreadPoolExecutor(WRITES, thread_name_prefix="evermoe-write") as pool:
-            files = [pool.submit(write_file, at, members) for at, members in enumerate(_files(shares, most_bytes))]
+            groups = in_groups(shares, lambda share: len(share.data), most_bytes)
+            files = [pool.submit(write_file, at, members) for at, members in enumerate(groups)]
             try:
                 return [row for file in files for row in file.result()]
             finally:
@@ -300,20 +301,6 @@ def shared_row(base: Manifest | None, row: Row) -> Row | None:
     if found is None or found.is_cut or (found.digest, list(found.tensors)) != (row.digest, list(row.tensors)):
         return None
     return found.rows[0]._replace(version=None)
-
-
-def _files(shares: Collection[Share], most_bytes: int) -> Iterator[list[Share]]:
-    """Yield the shares of each file."""
-    members: list[Share] = []
-    nbytes = 0
-    for share in shares:
-        if members and nbytes + len(share.data) > most_bytes:
-            yield members
-            members, nbytes = [], 0
-        members.append(share)
-        nbytes += len(share.data)
-    if members:
-        yield members
 
 
 def put_tensors(file: ObjectPath, tensors: Mapping[str, Tensor]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator
 from pathlib import Path
 
 from torch import Tensor
@@ -15,7 +14,7 @@ from evermoe.checkpoint.checkpoint_store import find
 from evermoe.checkpoint.manifest import MANIFEST, Manifest, Row, Saved, manifest_text, read_units
 from evermoe.checkpoint.object_store import Location, ObjectPath
 from evermoe.checkpoint.owner import Owner
-from evermoe.checkpoint.plain_files import flush, make_folder, write_tensors, write_text
+from evermoe.checkpoint.plain_files import flush, in_groups, make_folder, write_tensors, write_text
 from evermoe.checkpoint.verified_mark import mark_verified, verified_at
 from evermoe.state.version import generation_of, step_of
 
@@ -83,31 +82,15 @@ def _put(unit: Saved, draft: ObjectPath, number: int, tensors: dict[str, Tensor]
 def _to_folder(manifest: Manifest, draft: Path) -> Path:
     make_folder(draft)
     rows: list[Row] = []
-    for at, units in enumerate(_files(manifest)):
+    units = read_units(manifest, list(manifest.units))
+    groups = in_groups(units, lambda unit: sum(tensor.nbytes for tensor in unit[1].values()), FILE_BYTES)
+    for at, group in enumerate(groups):
         file = f"units-{at}.safetensors"
-        write_tensors(
-            draft / file, {f"{name}/{key}": each for name, unit in units.items() for key, each in unit.items()}
-        )
+        write_tensors(draft / file, {f"{name}/{key}": each for name, unit in group for key, each in unit.items()})
         known = manifest.units
         rows += [
-            Row(name, file, known[name].digest, list(unit), extents=known[name].rows[0].extents)
-            for name, unit in units.items()
+            Row(name, file, known[name].digest, list(unit), extents=known[name].rows[0].extents) for name, unit in group
         ]
     write_text(draft / MANIFEST, manifest_text(manifest.version, manifest.layout, rows))
     flush(draft)
     return take_name(draft)
-
-
-def _files(manifest: Manifest) -> Iterator[dict[str, dict[str, Tensor]]]:
-    """Yield the units of each file, by name."""
-    units: dict[str, dict[str, Tensor]] = {}
-    nbytes = 0
-    for name, tensors in read_units(manifest, list(manifest.units)):
-        more = sum(tensor.nbytes for tensor in tensors.values())
-        if units and nbytes + more > FILE_BYTES:
-            yield units
-            units, nbytes = {}, 0
-        units[name] = {key: tensor.contiguous() for key, tensor in tensors.items()}
-        nbytes += more
-    if units:
-        yield units

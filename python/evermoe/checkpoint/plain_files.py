@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -14,6 +15,8 @@ from torch import Tensor
 from evermoe._native import write_safetensors
 from evermoe.errors import CorruptCopy, UnsupportedState
 from evermoe.state.unit import Unit
+
+T = TypeVar("T")
 
 
 def flush(path: Path) -> None:
@@ -43,6 +46,24 @@ def write_text(path: Path, text: str) -> None:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
+
+
+def in_groups(items: Iterable[T], nbytes: Callable[[T], int], most_bytes: int) -> Iterator[list[T]]:
+    """Yield consecutive items that share a file: as many as have at most `most_bytes` together, but at least one.
+
+    >>> list(in_groups([3, 4, 9, 1], int, 7))
+    [[3, 4], [9], [1]]
+    """
+    group: list[T] = []
+    size = 0
+    for item in items:
+        if group and size + nbytes(item) > most_bytes:
+            yield group
+            group, size = [], 0
+        group.append(item)
+        size += nbytes(item)
+    if group:
+        yield group
 
 
 WRITING_THREADS = 4
