@@ -194,7 +194,7 @@ class ExpertReducer:
         outgoing = _joined([part.of(gradients) for part in sent], gradients[0].new_empty(0)).to(wire)
         send, receive = ([a + b for a, b in zip(pairs, other, strict=True)] for other in (theirs, mine))
         incoming = group.all_to_all(outgoing, send, receive).split(receive)
-        sums = _sum_pairs(each.pairs, incoming, gradients, in_place=in_place)
+        sums = _sum_pairs(each.pairs, outgoing.split(send), incoming, gradients if in_place else None)
         if not each.has_shards:
             return sums
         totals, back = self._sum(
@@ -235,28 +235,37 @@ class ExpertReducer:
 
 
 def _sum_pairs(
-    pairs: Sequence[Sequence[Slice]], incoming: Sequence[Tensor], gradients: Sequence[Tensor], *, in_place: bool
+    pairs: Sequence[Sequence[Slice]],
+    sent: Sequence[Tensor],
+    incoming: Sequence[Tensor],
+    gradients: Sequence[Tensor] | None,
 ) -> list[tuple[Slice, Tensor]]:
     """Sum what two ranks host, on a GPU in one launch; return the sums that are not written.
 
     Args:
         pairs: parts that this rank shares with each rank.
-        incoming: from each rank its values of these parts, `[n]`, and maybe more.
-        gradients: `[e, row]` of each layer.
-        in_place: whether to write the sums.
+        sent: to each rank this rank's values of these parts, `[n]`, and maybe more.
+        incoming: from each rank its values of them, in the same way.
+        gradients: `[e, row]` of each layer, to be replaced by the sums; None: they are not written.
     """
-    parts, others = [part for some in pairs for part in some], []
-    for some, values in zip(pairs, incoming, strict=True):
-        lengths = [part.elements for part in some]
-        others += values[: sum(lengths)].split(lengths)
+    parts = [part for some in pairs for part in some]
     if not parts:
         return []
-    own = [part.of(gradients) for part in parts]
-    others = [values.view_as(each) for values, each in zip(others, own, strict=True)]
-    if in_place:
-        torch._foreach_add_(own, others)
+    others = _split(incoming, pairs)
+    if gradients is not None:
+        own = [part.of(gradients) for part in parts]
+        torch._foreach_add_(own, [values.view_as(each) for values, each in zip(others, own, strict=True)])
         return []
-    return list(zip(parts, torch._foreach_add(own, others), strict=True))
+    # Of values as they were sent: if the gradients have changed since, the two ranks would get different sums.
+    return list(zip(parts, torch._foreach_add(_split(sent, pairs), others), strict=True))
+
+
+def _split(values: Iterable[Tensor], pairs: Iterable[Iterable[Slice]]) -> list[Tensor]:
+    """Return the values of each part, `[n]`, of those sent to or received from each rank, which begin with them."""
+    found: list[Tensor] = []
+    for some, lengths in zip(values, ([part.elements for part in parts] for parts in pairs), strict=True):
+        found += some[: sum(lengths)].split(lengths)
+    return found
 
 
 def _elements(parts_R: Iterable[Iterable[Slice]]) -> list[int]:

@@ -264,6 +264,23 @@ def test_gradients_of_two_hosts_travel_once(tmp_path, hosts, exchanges):
     assert run_threads(tmp_path, 3, count_exchanges, hosts) == [exchanges] * 3
 
 
+def sum_changed(group):
+    gradients, all_to_all = [torch.full((1, 4), group.rank + 1.0)], group.all_to_all
+
+    def exchange(*call):
+        found = all_to_all(*call)
+        gradients[0].data.mul_(10)  # as a script may while backward computes other gradients
+        return found
+
+    group.all_to_all = exchange
+    [[(_, total)]] = ExpertReducer([np.ones((2, 1), np.int64)], [4], group.rank).sums(gradients, group)
+    return total.flatten().tolist()
+
+
+def test_both_hosts_sum_what_was_sent(tmp_path):
+    assert run_threads(tmp_path, 2, sum_changed) == [[3.0] * 4] * 2
+
+
 def reduce_and_gather(group, values):
     mine = values[group.rank]
     return group.all_reduce(mine.clone()), group.all_gather(mine)
