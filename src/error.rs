@@ -176,6 +176,19 @@ fn is_name(word: &str) -> bool {
         && word.chars().all(|next| next.is_ascii_alphanumeric() || "_.".contains(next))
 }
 
+/// Returns the value of an enumeration with this name, for `FromStr`; `argument` begins the message.
+pub(crate) fn find_named<T: Copy>(
+    argument: &str,
+    all: &[T],
+    name_of: fn(T) -> &'static str,
+    name: &str,
+) -> Result<T> {
+    all.iter().copied().find(|&each| name_of(each) == name).ok_or_else(|| {
+        let names: Vec<&str> = all.iter().map(|&each| name_of(each)).collect();
+        Error::invalid(format!("{argument}: expected one of {}, got {name:?}", names.join(", ")))
+    })
+}
+
 /// Returns [`Error::Invalid`] with the formatted message unless the condition holds. The message begins with the argument's
 /// name and a colon.
 macro_rules! ensure {

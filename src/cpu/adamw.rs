@@ -182,29 +182,17 @@ impl AdamWStep {
 
     /// Returns the numbers in the order of the fields, with the arithmetic as its number.
     pub fn to_array(&self) -> [f32; Self::LEN] {
-        let Self {
-            arithmetic,
-            loss_scale,
-            factor,
-            decay,
-            one_minus_beta1,
-            one_minus_beta2,
-            beta2,
-            step_size,
-            bias_correction2_sqrt,
-            eps,
-        } = *self;
         [
-            arithmetic.number(),
-            loss_scale,
-            factor,
-            decay,
-            one_minus_beta1,
-            one_minus_beta2,
-            beta2,
-            step_size,
-            bias_correction2_sqrt,
-            eps,
+            self.arithmetic.number(),
+            self.loss_scale,
+            self.factor,
+            self.decay,
+            self.one_minus_beta1,
+            self.one_minus_beta2,
+            self.beta2,
+            self.step_size,
+            self.bias_correction2_sqrt,
+            self.eps,
         ]
     }
 

@@ -118,28 +118,17 @@ impl SgdStep {
 
     /// Returns the numbers in the order of the fields; the arithmetic is its number, true is 1.
     pub fn to_array(&self) -> [f32; Self::LEN] {
-        let Self {
-            arithmetic,
-            loss_scale,
-            factor,
-            decay,
-            momentum,
-            one_minus_dampening,
-            lr,
-            is_first,
-            nesterov,
-        } = *self;
         let flag = |is_set: bool| f32::from(u8::from(is_set));
         [
-            arithmetic.number(),
-            loss_scale,
-            factor,
-            decay,
-            momentum,
-            one_minus_dampening,
-            lr,
-            flag(is_first),
-            flag(nesterov),
+            self.arithmetic.number(),
+            self.loss_scale,
+            self.factor,
+            self.decay,
+            self.momentum,
+            self.one_minus_dampening,
+            self.lr,
+            flag(self.is_first),
+            flag(self.nesterov),
         ]
     }
 

@@ -179,10 +179,3 @@ pub struct CopyPlan {
     /// Summary in one sentence.
     pub summary: String,
 }
-
-impl CopyPlan {
-    /// Bytes sent in a step.
-    pub fn bytes(&self) -> u64 {
-        self.nodes.iter().map(|node| node.sent_bytes).sum()
-    }
-}

@@ -1,7 +1,7 @@
 //! The presets: one definition for sessions, `evermoe plan` and the simulator.
 
 use crate::dispatch;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, find_named};
 use crate::placement;
 use crate::recovery::Kind;
 use crate::schedule;
@@ -54,11 +54,7 @@ impl FromStr for PresetName {
     type Err = Error;
 
     fn from_str(name: &str) -> Result<Self> {
-        let known = Self::ALL.into_iter().find(|each| each.name() == name);
-        known.ok_or_else(|| {
-            let names = Self::ALL.map(Self::name).join(", ");
-            Error::invalid(format!("preset: expected one of {names}, got {name:?}"))
-        })
+        find_named("preset", &Self::ALL, Self::name, name)
     }
 }
 

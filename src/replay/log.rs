@@ -244,8 +244,8 @@ impl Log {
         Some(unit)
     }
 
-    /// Like [`Log::accept`], but the step counts only after [`Log::release`], which may change its clipping;
-    /// [`Log::discard`] removes it. A later record of the same step replaces it.
+    /// Like [`Log::accept`], but the step counts only after [`Log::release`], which may change its clipping. A later
+    /// record of the same step replaces it.
     ///
     /// # Errors
     /// As [`Log::accept`].
@@ -280,13 +280,6 @@ impl Log {
             self.unhold(unit, held.header.payload_bytes);
             change(&mut held);
             self.push(unit, &held.header, held.checksum, held.gradient);
-        }
-    }
-
-    /// Removes the held steps: the vote rejected them.
-    pub fn discard(&mut self) {
-        for unit in 0..self.units.len() {
-            self.discard_unit(unit);
         }
     }
 

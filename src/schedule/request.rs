@@ -2,7 +2,7 @@
 
 use super::windows::Windows;
 use crate::ensure;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, find_named};
 use serde::{Deserialize, Serialize};
 use std::collections::HashSet;
 use std::str::FromStr;
@@ -102,10 +102,7 @@ impl FromStr for Policy {
     type Err = Error;
 
     fn from_str(name: &str) -> Result<Self> {
-        let known = Self::ALL.into_iter().find(|policy| policy.name() == name);
-        known.ok_or_else(|| {
-            Error::invalid(format!("policy: expected one of gemini, baft, moetion, auto, got {name:?}"))
-        })
+        find_named("policy", &Self::ALL, Self::name, name)
     }
 }
 

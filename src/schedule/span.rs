@@ -1,7 +1,7 @@
 //! Profile records: the spans of one step of one rank.
 
 use crate::ensure;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, find_named};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::str::FromStr;
@@ -82,10 +82,7 @@ impl FromStr for Resource {
     type Err = Error;
 
     fn from_str(name: &str) -> Result<Self> {
-        let known = Self::ALL.into_iter().find(|resource| resource.name() == name);
-        known.ok_or_else(|| {
-            Error::invalid(format!("resource: expected one of compute, network, host_link, got {name:?}"))
-        })
+        find_named("resource", &Self::ALL, Self::name, name)
     }
 }
 
@@ -93,11 +90,7 @@ impl FromStr for Kind {
     type Err = Error;
 
     fn from_str(name: &str) -> Result<Self> {
-        let known = Self::ALL.into_iter().find(|kind| kind.name() == name);
-        known.ok_or_else(|| {
-            let names = Self::ALL.map(Self::name).join(", ");
-            Error::invalid(format!("kind: expected one of {names}, got {name:?}"))
-        })
+        find_named("kind", &Self::ALL, Self::name, name)
     }
 }
 

@@ -21,7 +21,7 @@ pub struct Happened {
 }
 
 /// Counts while a simulation runs.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub(super) struct Tally {
     pub(super) steps: u64,
     pub(super) undone_steps: u64,
@@ -39,35 +39,10 @@ pub(super) struct Tally {
     pub(super) read_bytes: u128,
     pub(super) memory_bytes: u64,
     pub(super) missing_copy_bytes: u64,
-    pub(super) fewest_members: usize,
+    /// None before the first recovery.
+    pub(super) fewest_members: Option<usize>,
     pub(super) recovery_nanoseconds: Vec<u64>,
     pub(super) happened: Vec<Happened>,
-}
-
-impl Default for Tally {
-    fn default() -> Self {
-        Self {
-            steps: 0,
-            undone_steps: 0,
-            interrupted_steps: 0,
-            recoveries: 0,
-            moves: 0,
-            restarts: 0,
-            checkpoint_loads: 0,
-            lost_tokens: 0.0,
-            copy_bytes: 0,
-            first_bytes: 0,
-            recovery_bytes: 0,
-            local_bytes: 0,
-            store_bytes: 0,
-            read_bytes: 0,
-            memory_bytes: 0,
-            missing_copy_bytes: 0,
-            fewest_members: usize::MAX,
-            recovery_nanoseconds: Vec::new(),
-            happened: Vec::new(),
-        }
-    }
 }
 
 /// Result of a simulation.
@@ -147,6 +122,13 @@ pub(super) struct OutcomeInputs<'a> {
     pub(super) plt: Option<f64>,
 }
 
+impl Tally {
+    /// Counts members that train from now on.
+    pub(super) fn note_members(&mut self, members: usize) {
+        self.fewest_members = Some(self.fewest_members.map_or(members, |fewest| fewest.min(members)));
+    }
+}
+
 impl Outcome {
     pub(super) fn new(parts: OutcomeInputs<'_>) -> Self {
         let OutcomeInputs { tally, spent, tokens_per_step, .. } = parts;
@@ -181,7 +163,7 @@ impl Outcome {
             memory_bytes: tally.memory_bytes,
             missing_copy_bytes: tally.missing_copy_bytes,
             mean_members: parts.member_time as f64 / (parts.now.max(1) as f64),
-            fewest_members: if tally.fewest_members == usize::MAX { 0 } else { tally.fewest_members },
+            fewest_members: tally.fewest_members.unwrap_or(0),
             recovery_seconds: tally.recovery_nanoseconds.into_iter().map(seconds).collect(),
             happened: tally.happened,
         }

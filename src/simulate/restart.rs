@@ -301,7 +301,7 @@ impl<'a> Restarts<'a> {
     fn set_members(&mut self) {
         self.used.truncate(self.used.len() / self.choices.expert_parallel * self.choices.expert_parallel);
         self.world.set_members(&self.used);
-        self.tally.fewest_members = self.tally.fewest_members.min(self.used.len());
+        self.tally.note_members(self.used.len());
     }
 
     /// Each group has all experts and each of its nodes the same number; the busiest node of a group decides.

@@ -287,7 +287,7 @@ impl Job<'_> {
         self.rank_units = rank_units;
         self.vacated.clear();
         self.tally.recoveries += 1;
-        self.tally.fewest_members = self.tally.fewest_members.min(self.rank_units.len());
+        self.tally.note_members(self.rank_units.len());
         Event::Restored { version, is_stale: !self.stale.is_empty() }
     }
 
