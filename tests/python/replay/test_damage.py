@@ -7,7 +7,7 @@ import torch
 
 from evermoe import optim
 from evermoe._native import digest
-from evermoe.copies.replay import part
+from evermoe.copies.replay import calibrate
 from evermoe.copies.replay.dispute import repeat_batch
 from evermoe.copies.replay.part import sum_of_words
 from evermoe.copies.replay.replica import Replica
@@ -163,7 +163,7 @@ def test_a_third_repeats_the_steps_since_both_had_the_same_state(wrong, steps, e
             pair.step()
         assert pair.prove() == []
         if wrong == "copy":
-            monkeypatch.setattr(part, "adamw_", lambda *args: args[0].add_(1e-3))
+            monkeypatch.setattr(calibrate, "adamw_", lambda *args: args[0].add_(1e-3))
         for _ in range(steps):
             pair.step()
         if wrong == "trainer":
