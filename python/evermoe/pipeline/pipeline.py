@@ -43,6 +43,7 @@ from evermoe.session.training_inputs import (
     check_types,
     refuse_balanced,
     refuse_divided,
+    refuse_sparse_gradients,
     refuse_tensor_parallel,
     versions,
 )
@@ -159,6 +160,7 @@ class PipelineSession(BaseSession):
         refuse_tensor_parallel(stage_module)
         refuse_balanced(stage_module)
         refuse_divided(stage_module, optimizer)
+        refuse_sparse_gradients(stage_module)
         _check_devices(stage_module)
         self.rank, self.size = config.rank, config.size
         self._loss_scale = LossScale(scaler)

@@ -65,12 +65,13 @@ class TrainingInputs(NamedTuple):
         Raises:
             ValueError: an input is of another type, or a loader's first batch cannot be divided. Several optimizers
                 do not step each trainable parameter once. A scheduler is of none of them.
-            UnsupportedState: an input divides or reduces parameters among processes itself, or averages them; or the
-                loop's states are no JSON, or too large.
+            UnsupportedState: an input divides or reduces parameters among processes itself, averages them, or has
+                sparse gradients; or the loop's states are no JSON, or too large.
         """
         check_types(model=self.model, optimizer=self.optimizer, sampler=self.sampler, scheduler=self.scheduler)
         _check_shares(self.model, self.optimizer, self.scheduler)
         refuse_divided(self.model, self.optimizer, in_island=in_island)
+        refuse_sparse_gradients(self.model)
         _refuse_averages(self.model)
         _refuse_missing_adapters(self.model)
         self.loss_scale.check(self.model)
@@ -295,6 +296,20 @@ def _refuse_wrappers(model: nn.Module, *, in_island: bool) -> None:
                 f"parameter {path} is a {name}, of which each process has a part, but a member of a session holds all "
                 "of a module: do not call fully_shard, parallelize_module or distribute_tensor for it, or give the "
                 "session the mesh of the processes that hold it together, Session(mesh=...)"
+            )
+
+
+def refuse_sparse_gradients(model: nn.Module) -> None:
+    """Refuse embeddings whose gradients are sparse: gradients are summed as dense ones.
+
+    Raises:
+        UnsupportedState: there is one.
+    """
+    for path, module in model.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+            raise UnsupportedState(
+                f"{type(module).__name__}, at {path or 'the top'} of the model, has sparse gradients, which members do "
+                "not sum: give it sparse=False"
             )
 
 

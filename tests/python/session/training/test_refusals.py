@@ -99,6 +99,13 @@ def test_what_is_no_loss_is_named(tmp_path, loss, found):
                 step.backward(loss)
 
 
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_sparse_gradients_are_refused(tmp_path, kind):
+    model = nn.Sequential(kind(8, 8, sparse=True), evermoe.MoE(8, 16, 4, top_k=1))
+    with pytest.raises(UnsupportedState, match=rf"^{kind.__name__}, at 0 of the model, has sparse gradients"):
+        session_of(model, torch.optim.SGD(model.parameters(), lr=0.1), tmp_path)
+
+
 @pytest.mark.parametrize("divisor", [1, 4])
 def test_loss_of_a_gradient_scaler_is_refused(tmp_path, divisor):
     model, optimizer = make()
