@@ -59,7 +59,7 @@ def receive_bytes(group: ExchangesTensors, rank: int, tag: int) -> bytes:
 def share_json(group: AddsTensors, value: object, source: int = 0) -> Any:
     """Return the value of rank `source`, as JSON returns it (tuples become lists); collective.
 
-    The bytes of a large value travel to each member once or twice. `gather_json` would allocate them for every member.
+    Its bytes travel to each member once or twice. `gather_json` would allocate that number of bytes for every member.
 
     Args:
         group: the members.

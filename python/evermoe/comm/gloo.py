@@ -1,6 +1,9 @@
 """Messages of a group that travel over gloo, through torchft's process group, whose sockets another thread may close.
 
 No `Work` outlives its call, because it keeps sockets open.
+
+Each kind of collective must be one of gloo's own, with its own slots. If members' scripts differ, so that they meet in
+different collectives, they then wait, and are named; gloo ends a process that gets a message of another size.
 """
 
 from __future__ import annotations
@@ -11,15 +14,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.distributed_c10d as c10d
 
 from evermoe.comm._torchft import torchft
 from evermoe.comm.plain_reason import plain_reason
 from evermoe.comm.waits import Wait, end_waits
 
-SMALL_BYTES = 16 << 10
-"""Largest tensor that n members send to each other at once. In gloo's ring each sends fewer bytes, but waits for its
-neighbour n - 1 times in an all-gather, and 2 (n - 1) times in an all-reduce."""
 CONNECT_SECONDS = 3.0
 """Time to connect, per hundred members. All were alive moments ago, so one that takes longer has failed."""
 
@@ -48,38 +47,6 @@ def _process_group(address: str | None, timeout: timedelta) -> Any:
             return group
 
     return Bound(timeout=timeout)
-
-
-def all_gather(group: Any, gathered: torch.Tensor, tensor: torch.Tensor) -> Any:
-    """Begin to gather the tensor of each member of a process group: `[size, *tensor.shape]`; return gloo's work."""
-    if tensor.nbytes > SMALL_BYTES:
-        return group.allgather([list(gathered.unbind())], [tensor], c10d.AllgatherOptions())
-    size = len(gathered)
-    copies = tensor.reshape(1, -1).repeat(size, 1)
-    return group.alltoall_base(gathered.view(size, -1), copies, [], [], c10d.AllToAllOptions())
-
-
-def all_reduce(group: Any, tensor: torch.Tensor) -> Any:
-    """Begin to replace a tensor by its sum over the members of a process group; return the work."""
-    if tensor.nbytes > SMALL_BYTES:
-        return group.allreduce([tensor], c10d.AllreduceOptions())
-    return _SmallSum(group, tensor)
-
-
-class _SmallSum:
-    """The work of a sum that each member makes in the order of ranks, once it has all tensors."""
-
-    def __init__(self, group: Any, tensor: torch.Tensor) -> None:
-        self._tensor = tensor.detach()
-        self._gathered = self._tensor.new_empty((group.size(), *tensor.shape))
-        self._work = all_gather(group, self._gathered, self._tensor)
-
-    def wait(self) -> None:
-        self._work.wait()
-        total, *others = self._gathered.unbind()
-        for each in others:
-            total += each
-        self._tensor.copy_(total)
 
 
 class Gloo:

@@ -16,7 +16,6 @@ from typing import Any, Protocol
 import torch
 import torch.distributed.distributed_c10d as c10d
 
-from evermoe.comm import gloo
 from evermoe.comm.begun import Begun
 from evermoe.comm.gloo import Gloo
 from evermoe.comm.nccl import Nccl, gpu_identity, may_share_a_gpu, new_name, no_name
@@ -108,8 +107,9 @@ class Group:
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Replace `tensor` by its sum over all members, the same bits on every member, and return it."""
+        options = c10d.AllreduceOptions()
         return self._call(
-            "all_reduce", tensor, lambda pg: gloo.all_reduce(pg, tensor), lambda nccl: nccl.all_reduce(tensor)
+            "all_reduce", tensor, lambda pg: pg.allreduce([tensor], options), lambda nccl: nccl.all_reduce(tensor)
         )
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -117,10 +117,11 @@ class Group:
         if self.size == 1 and self.broken is None:
             return tensor.unsqueeze(0).clone()
         gathered, tensor = tensor.new_empty((self.size, *tensor.shape)), tensor.contiguous()
+        options = c10d.AllgatherOptions()
         self._call(
             "all_gather",
             tensor,
-            lambda pg: gloo.all_gather(pg, gathered, tensor),
+            lambda pg: pg.allgather([list(gathered.unbind())], [tensor], options),
             lambda nccl: nccl.all_gather(gathered, tensor),
         )
         return gathered

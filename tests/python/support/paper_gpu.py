@@ -25,7 +25,7 @@ OPS = {
     "aten": """
         _foreach_norm _softmax _softmax_backward_data _to_copy abs add add_ addmm all arange cat clamp clamp_ clone
         cumsum detach div empty_like eq expand full gather ge index_select isfinite lt masked_fill mean mm mul ne neg
-        new_empty new_zeros ones ones_like pow randn_like remainder repeat rsqrt rsub scalar_tensor scatter scatter_
+        new_empty new_zeros ones ones_like pow randn_like remainder rsqrt rsub scalar_tensor scatter scatter_
         scatter_add searchsorted select sigmoid sigmoid_backward silu silu_backward slice slice_backward
         split_with_sizes squeeze stack sub sum t take topk transpose unbind uniform_ unsqueeze view where zero_
         zeros zeros_like
