@@ -52,7 +52,8 @@ use std::collections::BinaryHeap;
 /// let plan = choose_copies(&request)?;
 /// let kinds: Vec<&str> = plan.units.iter().map(|unit| unit.kind.name()).collect();
 /// assert_eq!(kinds, ["active", "replayed", "replayed", "snapshot"]);
-/// assert_eq!((plan.summary.bytes(), plan.delay_seconds), (200 + 200 + 1200, 0.0));
+/// let sent: u64 = plan.nodes.iter().map(|node| node.sent_bytes).sum();
+/// assert_eq!((sent, plan.delay_seconds), (200 + 200 + 1200, 0.0));
 /// // With half of the time, there is a snapshot every second step.
 /// let slow = [CopyNode { network_seconds: 0.08, ..node(0) }, CopyNode { network_seconds: 0.08, ..node(1) }, node(2), node(3)];
 /// let plan = choose_copies(&CopyRequest { nodes: &slow, ..request })?;
