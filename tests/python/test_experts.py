@@ -148,6 +148,51 @@ def test_any_router(tmp_path, ranks):
             torch.testing.assert_close(each["share"].double(), load / load.sum().double())
 
 
+def with_all_experts(group, tokens_R, options):
+    """A rank that has all experts: what it computes, and how often it exchanges tokens."""
+    exchanges, all_to_all = [], group.all_to_all
+    group.all_to_all = lambda *call: exchanges.append(1) or all_to_all(*call)
+    layer = make(**options)
+    layer.group, layer.matrix_RE = group, np.ones((group.size, EXPERTS), np.int64)
+    mine = slice(sum(tokens_R[: group.rank]), sum(tokens_R[: group.rank + 1]))
+    x_TH, ids_TK, weights_TK = (each[mine].clone() for each in complete_choices(sum(tokens_R)))
+    x_TH.requires_grad_(), weights_TK.requires_grad_()
+    out = layer(x_TH, ids_TK, weights_TK)
+    out.square().sum().backward()
+    group.all_reduce(layer.weights.grad)
+    count = len(exchanges)
+    group.all_to_all = all_to_all
+    return (
+        {"out": out.detach(), "x": x_TH.grad, "scores": weights_TK.grad},
+        layer.weights.grad,
+        layer.load_E.tolist(),
+        count,
+    )
+
+
+def complete_choices(tokens):
+    generator = torch.Generator().manual_seed(tokens)
+    ids_TK = torch.rand(tokens, EXPERTS, generator=generator).argsort(1)[:, :TOP_K]
+    return torch.randn(tokens, H, generator=generator), ids_TK, torch.rand(tokens, TOP_K, generator=generator)
+
+
+def test_ranks_with_all_experts_and_as_many_tokens_exchange_none(tmp_path):
+    cases = [([6, 6], {}), ([6, 5], {}), ([6, 6], {"token_split": "even"})]
+    for (tokens_R, _), results, wanted in zip(
+        cases, run_each(tmp_path, 2, with_all_experts, cases), [0, 4, 4], strict=True
+    ):
+        choices_TK = complete_choices(sum(tokens_R))
+        expected = reference(make(), *choices_TK)
+        for name in ("out", "x", "scores"):
+            torch.testing.assert_close(
+                torch.cat([each[0][name] for each in results]), expected[name], rtol=1e-4, atol=1e-6
+            )
+        for _, experts, load_E, exchanges in results:
+            assert exchanges == wanted
+            assert load_E == torch.bincount(choices_TK[1].flatten(), minlength=EXPERTS).tolist()
+            torch.testing.assert_close(experts, expected["experts"], rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.parametrize("inner", [INNER, 6])  # with 6, rows are no multiples of 16 bytes: the products go one by one
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "gated"])
 def test_any_expert_on_one_rank(kind, inner):

@@ -57,6 +57,8 @@ class Exchange:
     """Return the host's numbers; may wait for a GPU. Called once."""
     starts_R: Tensor | None = None
     """int64: start of each rank's part among the sent rows; None without padding."""
+    is_local: bool = False
+    """Whether all ranks keep all their tokens, and so exchange nothing."""
 
     @cached_property
     def sizes(self) -> Sizes:
@@ -70,6 +72,8 @@ class Exchange:
         send_ER: np.ndarray,
         receive_RE: np.ndarray,
         experts: Sequence[int],
+        *,
+        is_local: bool = False,
     ) -> Exchange:
         """Create an exchange from a plan of the host.
 
@@ -79,6 +83,7 @@ class Exchange:
             send_ER: int64, from `planning.split_tokens`.
             receive_RE: int64, from `planning.split_tokens`.
             experts: the local experts.
+            is_local: whether all ranks keep all their tokens.
         """
         receive_Re = receive_RE[:, experts]
         lengths_e = receive_Re.sum(0)
@@ -94,6 +99,7 @@ class Exchange:
             receive_Re=on_device[2],
             ends_e=on_device[3],
             read_sizes=lambda: sizes,
+            is_local=is_local,
         )
 
     @staticmethod
@@ -215,7 +221,7 @@ class Exchange:
     @property
     def _is_mixed(self) -> bool:
         """Return whether the two orders differ: they are equal for a single source or a single expert."""
-        return min(self.receive_Re.shape) > 1
+        return not self.is_local and min(self.receive_Re.shape) > 1
 
     def pad(self, positions_TK: Tensor) -> tuple[Tensor, Tensor]:
         """Pad a dispatch plan: each rank's rows are at the start of its part.
