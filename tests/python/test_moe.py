@@ -268,6 +268,26 @@ def test_tokens_in_8_bits_are_brought_into_order_before_they_are_longer_again(tm
             assert each == {"forward": [first, back], "backward": [out, back]}
 
 
+def exchanges_of_even_tokens(group):
+    """Output in 8 bits of a rank with all experts, the same without a group, and the number of exchanges."""
+    layer = MoE(256, 16, EXPERTS, fp8_dispatch=True)
+    x = torch.randn(9, 256, requires_grad=True)
+    alone = layer(x).detach()
+    hold(layer, group, np.array(PLACEMENTS["all on both"]))
+    count, all_to_all = [], group.all_to_all
+    group.all_to_all = lambda *call: count.append(1) or all_to_all(*call)
+    out = layer(x)
+    out.sum().backward()
+    group.all_to_all = all_to_all
+    return out.detach(), alone, len(count)
+
+
+def test_even_tokens_in_8_bits_stay_where_all_have_all_experts(tmp_path):
+    for out, alone, exchanges in run_ranks(tmp_path, 2, exchanges_of_even_tokens):
+        assert exchanges == 0
+        torch.testing.assert_close(out, alone)
+
+
 def test_more_tokens_than_the_layer_is_made_for():
     layer = make(2, False, max_tokens=4)
     layer(torch.randn(4, H))

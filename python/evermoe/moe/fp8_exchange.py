@@ -28,7 +28,7 @@ class _Send(torch.autograd.Function):
         rows = ops.permute(tokens.view(torch.float16), row_ids, positions_TK).view(torch.uint8)
         sizes = exchange.sizes  # the host waits here, while the GPU has work
         rows = rows.narrow(0, 0, sum(sizes.sent_R))
-        if group.size > 1:
+        if group.size > 1 and not exchange.is_local:
             rows = step_exchanges.all_to_all(rows, sizes.sent_R, sizes.received_R, group)
         return dequantize_rows(exchange.by_expert(rows), x_TH.shape[1], x_TH.dtype)
 
@@ -37,7 +37,7 @@ class _Send(torch.autograd.Function):
         (positions_TK,) = ctx.saved_tensors
         exchange = ctx.exchange
         rows_NH = exchange.by_source(gradients[0].contiguous())
-        if ctx.group.size > 1:
+        if ctx.group.size > 1 and not exchange.is_local:
             sizes = exchange.sizes
             rows_NH = step_exchanges.all_to_all(rows_NH, sizes.received_R, sizes.sent_R, ctx.group)
         return ops.unpermute(rows_NH, positions_TK), None, None, None, None
