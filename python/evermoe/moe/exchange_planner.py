@@ -103,10 +103,13 @@ class ExchangePlanner:
             layer.group.check_nccl()  # after a failure the GPU is released without the counts
             tokens_E = on_host_RE.sum(0)
             layer.count.add(tokens_E, is_counted=_is_counted(layer))
-            rank, is_local = layer.group.rank, self._keeps_tokens(on_host_RE)
-            tokens_ER = np.ascontiguousarray(on_host_RE.T)
-            planned = _kept(tokens_ER, rank) if is_local else split_tokens(tokens_ER, self.matrix_RE, rank, self.split)
-            return Exchange.of(tokens_RE.device, tokens_E, *planned, layer.ids, is_local=is_local)
+            if self._keeps_tokens(on_host_RE):
+                own_E = on_host_RE[layer.group.rank]
+                planned = own_E[:, None], own_E[None]
+            else:
+                tokens_ER = np.ascontiguousarray(on_host_RE.T)
+                planned = split_tokens(tokens_ER, self.matrix_RE, layer.group.rank, self.split)
+            return Exchange.of(tokens_RE.device, tokens_E, *planned, layer.ids)
 
         return plan
 
@@ -134,13 +137,6 @@ class ExchangePlanner:
         if self._padding is None or self._padding[0] is not key[0] or self._padding[1:3] != key[1:]:
             self._padding = *key, Padding.of(self.matrix_RE, layer.ids, max_tokens, top_k, device)
         return self._padding[3]
-
-
-def _kept(tokens_ER: NDArray[np.int64], rank: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return what `split_tokens` does where each rank keeps all its tokens."""
-    send_ER = np.zeros_like(tokens_ER)
-    send_ER[:, rank] = tokens_ER[:, rank]
-    return send_ER, np.ascontiguousarray(send_ER.T)
 
 
 def _gather(layer: PlannedLayer, counts_E: Tensor) -> Tensor:

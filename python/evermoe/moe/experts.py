@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from evermoe import ops
-from evermoe.comm.collectives import all_reduce, all_to_all
+from evermoe.comm.collectives import all_reduce
 from evermoe.comm.group import Group
 from evermoe.moe import checkpointing, fp8_exchange, graph_ops
 from evermoe.moe.choice import Layer, end_choice
@@ -231,21 +231,15 @@ class Experts(PartialExperts, Layer):
             rows_NH = fp8_exchange.send(sent_TH, row_ids, positions_TK, exchange, self.group)
         else:
             rows_NH, weights_TK = permute_weighted(sent_TH, row_ids, positions_TK, weights_TK, self.expert.weighted)
-            sizes = exchange.sizes  # the host waits here, while the GPU has work
-            rows_NH = exchange.by_expert(self._exchange(rows_NH, exchange, sizes.sent_R, sizes.received_R))
+            # The host waits in `move`, while the GPU has work.
+            rows_NH = exchange.by_expert(exchange.move(rows_NH, self.group))
         if len(self.ids) == 0:
             outputs_NH = take_part(rows_NH, self._matrices(rows_NH.dtype))
         else:
             product = graph_ops.exchange_product(exchange, rows_NH.dtype, self._widths)
             outputs_NH = feed_forward(self, rows_NH, product, exchange.ends_e)
-        sizes = exchange.sizes
-        returned_NH = self._exchange(exchange.by_source(outputs_NH), exchange, sizes.received_R, sizes.sent_R)
+        returned_NH = exchange.move(exchange.by_source(outputs_NH), self.group, is_return=True)
         return ops.unpermute(returned_NH, positions_TK, weights_TK).to(x_TH.dtype)
-
-    def _exchange(self, rows_NH: Tensor, exchange: Exchange, sent_R: list[int], received_R: list[int]) -> Tensor:
-        if exchange.is_local:
-            return rows_NH.narrow(0, 0, sum(sent_R))
-        return all_to_all(rows_NH, sent_R, received_R, self.group)
 
     def _forward_in_graph(self, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, counts_E: Tensor) -> Tensor:
         """Run the rest of `forward` in a form that `torch.compile` can trace: the exchanges are opaque ops."""

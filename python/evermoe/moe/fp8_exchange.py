@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from evermoe import ops
-from evermoe.comm import step_exchanges
 from evermoe.comm.group import Group
 from evermoe.moe.token_exchange import Exchange
 from evermoe.ops.fp8 import dequantize_rows, quantize_rows
@@ -26,20 +25,14 @@ class _Send(torch.autograd.Function):
         ctx.exchange, ctx.group = exchange, group
         tokens = quantize_rows(x_TH)  # once per token, not once per expert
         rows = ops.permute(tokens.view(torch.float16), row_ids, positions_TK).view(torch.uint8)
-        sizes = exchange.sizes  # the host waits here, while the GPU has work
-        rows = rows.narrow(0, 0, sum(sizes.sent_R))
-        if group.size > 1 and not exchange.is_local:
-            rows = step_exchanges.all_to_all(rows, sizes.sent_R, sizes.received_R, group)
-        return dequantize_rows(exchange.by_expert(rows), x_TH.shape[1], x_TH.dtype)
+        rows = exchange.by_expert(exchange.move(rows, group))  # the host waits in it, while the GPU has work
+        return dequantize_rows(rows, x_TH.shape[1], x_TH.dtype)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None]:
         (positions_TK,) = ctx.saved_tensors
-        exchange = ctx.exchange
-        rows_NH = exchange.by_source(gradients[0].contiguous())
-        if ctx.group.size > 1 and not exchange.is_local:
-            sizes = exchange.sizes
-            rows_NH = step_exchanges.all_to_all(rows_NH, sizes.received_R, sizes.sent_R, ctx.group)
+        rows_NH = ctx.exchange.by_source(gradients[0].contiguous())
+        rows_NH = ctx.exchange.move(rows_NH, ctx.group, is_return=True)
         return ops.unpermute(rows_NH, positions_TK), None, None, None, None
 
 

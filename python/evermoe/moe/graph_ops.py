@@ -100,7 +100,7 @@ def plan_exchange(
 
     Returns:
         `share_E`, float32; `send_ER` and `receive_Re`, int64, on the device of the counts; `splits_2R`, int64 on the
-        CPU: rows to each rank, and from each rank.
+        CPU: rows to each rank, and from each rank. R is 1 if all ranks keep their tokens.
 
     Raises:
         UnsupportedState: reentrant checkpointing repeats the graph, which cannot carry the gradient of a loss; or the
@@ -146,7 +146,8 @@ def _(
 def _exchange(layer: Tensor, rows: Tensor, splits_2R: Tensor, is_return: bool) -> Tensor:
     """Exchange rows. Those after the sent ones are choices of no expert, which stay on this rank."""
     send, receive = splits_2R.flip(0).tolist() if is_return else splits_2R.tolist()
-    return step_exchanges.all_to_all(rows.narrow(0, 0, sum(send)), send, receive, _layers[int(layer)].group)
+    rows = rows.narrow(0, 0, sum(send))
+    return rows.clone() if len(send) == 1 else step_exchanges.all_to_all(rows, send, receive, _layers[int(layer)].group)
 
 
 @torch.library.custom_op("evermoe::send_rows", mutates_args=())

@@ -1,10 +1,10 @@
 """Plan of an exchange that has lost a member, in a step that runs to its end (`Group.finishes_steps`).
 
 Activation checkpointing requires that a repeated forward saves tensors of the same shapes as the first one. If the loss
-comes between the two, the number of rows that this rank receives is known only from the first one. So each forward
-keeps its rows for its repeat: in the contexts of checkpointing that enclose it, as `evermoe.moe.checkpointing` does
-with choices. A graph that repeats a part of itself in its backward has no such context. Its forwards keep their rows in
-a stack of the layer, as autograd repeats the youngest forward first.
+comes between the two, the number of rows that this rank receives is known only from the first one, and whether ranks
+exchange rows at all. So each forward keeps both for its repeat: in the contexts of checkpointing that enclose it, as
+`evermoe.moe.checkpointing` does with choices. A graph that repeats a part of itself in its backward has no such
+context. Its forwards keep both in a stack of the layer, as autograd repeats the youngest forward first.
 """
 
 from __future__ import annotations
@@ -51,18 +51,18 @@ def _plan_or_lose(layer: Layer, counts_E: Tensor, plan: Callable[[], Exchange]) 
         with suppress(PeerLost):
             exchange = plan()
             exchange.sizes  # noqa: B018
-    lengths_e = [0] * len(layer.ids) if exchange is None else _lengths(exchange)
+    received = (group.size, [0] * len(layer.ids)) if exchange is None else _received(exchange)
     if checkpointing.is_enclosed():
-        lengths_e = checkpointing.once(layer, "rows", lambda: lengths_e)
+        received = checkpointing.once(layer, "rows", lambda: received)
     elif _is_in_backward() and layer.count.received:
-        lengths_e = layer.count.received.pop()
-    return Exchange.lost(counts_E, group.size, lengths_e) if exchange is None else exchange
+        received = layer.count.received.pop()
+    return Exchange.lost(counts_E, *received) if exchange is None else exchange
 
 
 def keep_for_backward(count: TokenCount, exchange: Exchange) -> None:
     """Keep the rows of a forward in a graph whose backward may repeat it."""
     if not _is_in_backward():
-        count.received.append(_lengths(exchange))
+        count.received.append(_received(exchange))
 
 
 def _is_in_backward() -> bool:
@@ -70,7 +70,8 @@ def _is_in_backward() -> bool:
     return checkpointing.is_recomputing() and not checkpointing.is_enclosed()
 
 
-def _lengths(exchange: Exchange) -> list[int]:
+def _received(exchange: Exchange) -> tuple[int, list[int]]:
+    """Return the number of ranks that exchange rows, and the rows of each local expert."""
     lengths_e = exchange.sizes.lengths_e
     assert lengths_e is not None, "the host knows the sizes of an exact exchange"
-    return lengths_e
+    return len(exchange.sizes.sent_R), lengths_e

@@ -27,9 +27,9 @@ class TokenCount:
         """int64, on a device: counts that are not in `_total_E` yet."""
         self.begun = 0
         """Forwards whose exchange has begun since the last `reset`, without those that a CUDA graph replays."""
-        self.received: list[list[int]] = []
-        """Rows of each local expert in compiled forwards since the last `reset` which no backward has repeated; see
-        `evermoe.moe.lost_exchange`."""
+        self.received: list[tuple[int, list[int]]] = []
+        """Of compiled forwards since the last `reset` which no backward has repeated: number of ranks that exchange rows,
+        and rows of each local expert; see `evermoe.moe.lost_exchange`."""
 
     def add(self, tokens_E: NDArray[np.int64] | Tensor, *, is_counted: bool) -> None:
         """Count a forward.

@@ -17,6 +17,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from evermoe import ops
+from evermoe.comm.collectives import all_to_all
+from evermoe.comm.group import Group
 from evermoe.errors import UnsupportedState
 from evermoe.moe.expert import Weighted
 from evermoe.ops.dispatch import invert_positions
@@ -43,7 +45,7 @@ class Sizes:
 
 @dataclass(frozen=True, kw_only=True)
 class Exchange:
-    """Numbers of rows from and to each rank and expert in one forward."""
+    """Numbers of rows from and to each rank and expert in one forward; R is 1 if all ranks keep their tokens."""
 
     share_E: Tensor
     """float64: fraction of all ranks' tokens that go to each expert."""
@@ -57,8 +59,6 @@ class Exchange:
     """Return the host's numbers; may wait for a GPU. Called once."""
     starts_R: Tensor | None = None
     """int64: start of each rank's part among the sent rows; None without padding."""
-    is_local: bool = False
-    """Whether all ranks keep all their tokens, and so exchange nothing."""
 
     @cached_property
     def sizes(self) -> Sizes:
@@ -67,13 +67,7 @@ class Exchange:
 
     @staticmethod
     def of(
-        device: torch.device,
-        tokens_E: np.ndarray,
-        send_ER: np.ndarray,
-        receive_RE: np.ndarray,
-        experts: Sequence[int],
-        *,
-        is_local: bool = False,
+        device: torch.device, tokens_E: np.ndarray, send_ER: np.ndarray, receive_RE: np.ndarray, experts: Sequence[int]
     ) -> Exchange:
         """Create an exchange from a plan of the host.
 
@@ -83,7 +77,6 @@ class Exchange:
             send_ER: int64, from `planning.split_tokens`.
             receive_RE: int64, from `planning.split_tokens`.
             experts: the local experts.
-            is_local: whether all ranks keep all their tokens.
         """
         receive_Re = receive_RE[:, experts]
         lengths_e = receive_Re.sum(0)
@@ -99,7 +92,6 @@ class Exchange:
             receive_Re=on_device[2],
             ends_e=on_device[3],
             read_sizes=lambda: sizes,
-            is_local=is_local,
         )
 
     @staticmethod
@@ -129,7 +121,7 @@ class Exchange:
 
         Args:
             counts_E: int64, this rank's tokens of each expert; all of them are sent to rank 0.
-            ranks: R.
+            ranks: R of the exchange, 1 if its first forward has sent none.
             lengths_e: number of rows of each local expert, which all come from rank 0.
         """
         send_ER, receive_Re = counts_E.new_zeros(len(counts_E), ranks), counts_E.new_zeros(ranks, len(lengths_e))
@@ -210,6 +202,17 @@ class Exchange:
             read_sizes=read_sizes,
         )
 
+    def move(self, rows: Tensor, group: Group, *, is_return: bool = False) -> Tensor:
+        """Send rows to their experts' ranks, or outputs back; return the received rows. Collective and differentiable.
+
+        Rows after the sent ones, which are choices of no expert, are left out. The host waits for the sizes.
+        """
+        sent_R, received_R = self.sizes.sent_R, self.sizes.received_R
+        if is_return:
+            sent_R, received_R = received_R, sent_R
+        rows = rows.narrow(0, 0, sum(sent_R))
+        return rows if len(sent_R) == 1 else all_to_all(rows, sent_R, received_R, group)
+
     def by_expert(self, rows: Tensor) -> Tensor:
         """Reorder rows from (source rank, local expert) to (expert, source); differentiable."""
         return ops.regroup(rows, self.receive_Re) if self._is_mixed else rows
@@ -221,7 +224,7 @@ class Exchange:
     @property
     def _is_mixed(self) -> bool:
         """Return whether the two orders differ: they are equal for a single source or a single expert."""
-        return not self.is_local and min(self.receive_Re.shape) > 1
+        return min(self.receive_Re.shape) > 1
 
     def pad(self, positions_TK: Tensor) -> tuple[Tensor, Tensor]:
         """Pad a dispatch plan: each rank's rows are at the start of its part.
