@@ -28,8 +28,8 @@ class TokenCount:
         self.begun = 0
         """Forwards whose exchange has begun since the last `reset`, without those that a CUDA graph replays."""
         self.received: list[tuple[int, list[int]]] = []
-        """Of compiled forwards since the last `reset` which no backward has repeated: number of ranks that exchange rows,
-        and rows of each local expert; see `evermoe.moe.lost_exchange`."""
+        """Of compiled forwards since the last `reset` which no backward has repeated: the number of ranks that exchange
+        rows, and the rows of each local expert; see `evermoe.moe.lost_exchange`."""
 
     def add(self, tokens_E: NDArray[np.int64] | Tensor, *, is_counted: bool) -> None:
         """Count a forward.
