@@ -113,7 +113,7 @@ def choose_copies(
     persist_period: int,
     log_steps: int,
 ) -> tuple[
-    list[tuple[str, int, int, list[tuple[int, str]], int, bool, int, float, str, str]],
+    list[tuple[str, int, int, list[tuple[int, str]], int, int, bool, int, float, str, str]],
     list[tuple[int, int, float, float, int, int]],
     float,
     float,

@@ -17,11 +17,7 @@ struct Bundle {
 
 /// Host memory of the copies of a unit on each of its holders.
 fn holder_bytes(unit: usize, kind: CopyKind, units: &Units) -> u64 {
-    match kind {
-        CopyKind::Snapshot { .. } => OWN_VERSIONS * units.bytes[unit],
-        CopyKind::Replayed => units.bytes[unit] + LOG_STEPS * units.gradients[unit],
-        CopyKind::Active | CopyKind::Uncovered => 0,
-    }
+    kind.memory_bytes(units.bytes[unit], units.gradients[unit], LOG_STEPS)
 }
 
 /// Whether the sender captures a snapshot in its own memory.

@@ -13,7 +13,7 @@ pub(super) struct Cost {
     /// Bytes sent to each holder in a step.
     pub(super) bytes: u64,
     /// Bytes kept by each holder.
-    memory: u64,
+    pub(super) memory: u64,
     /// Whether the copy may be in device memory; snapshots stay in host memory.
     on_device: bool,
 }
@@ -25,19 +25,13 @@ fn seconds(link: Link, bytes: u64) -> f64 {
 
 impl Cost {
     pub(super) fn new(request: &CopyRequest<'_>, unit: &CopyUnit, kind: CopyKind) -> Self {
-        match kind {
-            CopyKind::Active | CopyKind::Uncovered => Self { bytes: 0, memory: 0, on_device: false },
-            CopyKind::Replayed => {
-                let memory = request.replayed_bytes(unit);
-                Self { bytes: unit.gradient_bytes, memory, on_device: true }
-            }
-            // The incoming version becomes visible when it is complete; until then the previous one is kept.
-            CopyKind::Snapshot { period } => Self {
-                bytes: unit.state_bytes.div_ceil(period as u64),
-                memory: 2 * unit.state_bytes,
-                on_device: false,
-            },
-        }
+        let bytes = match kind {
+            CopyKind::Active | CopyKind::Uncovered => 0,
+            CopyKind::Replayed => unit.gradient_bytes,
+            CopyKind::Snapshot { period } => unit.state_bytes.div_ceil(period as u64),
+        };
+        let memory = kind.memory_bytes(unit.state_bytes, unit.gradient_bytes, request.log_steps);
+        Self { bytes, memory, on_device: kind == CopyKind::Replayed }
     }
 
     /// Seconds of network at both ends, and of the sender's host link.

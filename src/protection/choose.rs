@@ -336,6 +336,7 @@ impl<'a> Chooser<'a> {
             sender: unit.sender,
             holders: unit.holders.clone(),
             bytes: cost.bytes * unit.holders.len() as u64,
+            memory_bytes: cost.memory * unit.holders.len() as u64,
             covered: unit.covered(),
             most_lost_steps: most - 1,
             lost_tokens: unit.loss,

@@ -1,5 +1,6 @@
 //! The choices and their reasons.
 
+use super::copy_constants::OWN_VERSIONS;
 use crate::placement::Survival;
 use crate::schedule::MemoryKind;
 use std::fmt;
@@ -34,6 +35,15 @@ impl CopyKind {
     /// Steps from one version to the next; 1 if the copies are always current.
     pub fn period(self) -> usize {
         if let Self::Snapshot { period } = self { period } else { 1 }
+    }
+
+    /// Memory of one copy of a unit: a replica's state and its log of gradients, or all versions of a snapshot.
+    pub fn memory_bytes(self, state_bytes: u64, gradient_bytes: u64, log_steps: u64) -> u64 {
+        match self {
+            Self::Active | Self::Uncovered => 0,
+            Self::Replayed => state_bytes + log_steps * gradient_bytes,
+            Self::Snapshot { .. } => OWN_VERSIONS * state_bytes,
+        }
     }
 }
 
@@ -124,6 +134,8 @@ pub struct UnitChoice {
     pub holders: Vec<Holder>,
     /// Bytes sent in a step to all holders together.
     pub bytes: u64,
+    /// Memory of all its copies together.
+    pub memory_bytes: u64,
     /// Whether every loss of fewer than `copies` domains is survived without a lost step.
     pub covered: bool,
     /// Maximum number of lost steps if all active holders are lost and one holder of a copy survives. Without copies,

@@ -131,11 +131,6 @@ impl CopyRequest<'_> {
         u128::from(unit.state_bytes) + u128::from(self.log_steps) * u128::from(unit.gradient_bytes)
     }
 
-    /// Memory of a replayed copy: the state and its log.
-    pub(super) fn replayed_bytes(&self, unit: &CopyUnit) -> u64 {
-        unit.state_bytes + self.log_steps * unit.gradient_bytes
-    }
-
     /// Domains from 0 on, by node, and the probability that each fails during a step.
     pub(super) fn domains(&self) -> (Vec<usize>, Vec<f64>) {
         let mut number = BTreeMap::new();

@@ -79,6 +79,8 @@ class UnitChoice(NamedTuple):
     """Nodes that keep copies in addition to the active ones."""
     bytes: int
     """Sent in a step, to all holders together."""
+    memory_bytes: int
+    """Memory that its copies take on all holders together."""
     covered: bool
     """Every loss of fewer than `replication` domains is survived without a lost step."""
     most_lost_steps: int

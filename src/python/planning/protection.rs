@@ -67,9 +67,12 @@ type UnitRow = (u64, u64, Vec<usize>, f64, bool);
 /// Failure, domain, host bytes, device bytes, network seconds, host link seconds.
 type NodeRow = (f64, usize, u64, u64, f64, f64);
 
-/// Kind, period, sender, holders (node, memory), bytes, covered, most lost steps, lost tokens, reason, summary.
+/// Node, memory.
+type HolderRow = (usize, &'static str);
+
+/// Kind, period, sender, holders, bytes, memory bytes, covered, most lost steps, lost tokens, reason, summary.
 type ChoiceRow =
-    (&'static str, usize, usize, Vec<(usize, &'static str)>, u64, bool, usize, f64, &'static str, String);
+    (&'static str, usize, usize, Vec<HolderRow>, u64, u64, bool, usize, f64, &'static str, String);
 
 /// Sent, received, network seconds, host link seconds, host bytes, device bytes.
 type UseRow = (u64, u64, f64, f64, u64, u64);
@@ -147,6 +150,7 @@ fn choice_row(choice: protection::UnitChoice) -> ChoiceRow {
         choice.sender,
         choice.holders.iter().map(|holder| (holder.node, holder.memory.name())).collect(),
         choice.bytes,
+        choice.memory_bytes,
         choice.covered,
         choice.most_lost_steps,
         choice.lost_tokens,

@@ -14,7 +14,7 @@ from evermoe.cli.plan.setting import CopySetting
 from evermoe.planning import CopyUnit, choose_copies
 from evermoe.planning.choose_copies import CopyKind, CopyPlan, LossSurvival, NodeUse, UnitChoice
 from evermoe.planning.presets import PRESETS
-from evermoe.planning.protection import LOG_STEPS, MAX_PERIOD, OWN_VERSIONS
+from evermoe.planning.protection import LOG_STEPS, MAX_PERIOD
 from evermoe.planning.selection import shard_modules
 from evermoe.planning.survival import copy_recovery_probability
 
@@ -183,7 +183,6 @@ def _kind(layout: Layout, units: Sequence[CopyUnit], plan: CopyPlan, members: Se
     choices = [plan.units[index] for index in members]
     windows = setting.network_idle * setting.step_seconds * layout.cluster.nodes
     seconds = sum(_network_seconds(layout, choice) for choice in choices)
-    memory = sum(_memory(units[index], plan.units[index]) for index in members)
     return KindRow(
         choices[0].kind,
         (min(choice.period for choice in choices), max(choice.period for choice in choices)),
@@ -192,7 +191,7 @@ def _kind(layout: Layout, units: Sequence[CopyUnit], plan: CopyPlan, members: Se
         sum(units[index].tokens for index in members if index < experts) / layout.steps_tokens,
         sum(choice.bytes for choice in choices),
         seconds / windows if windows else None,
-        memory,
+        sum(choice.memory_bytes for choice in choices),
         max(0 if choice.covered else choice.most_lost_steps for choice in choices),
     )
 
@@ -203,16 +202,6 @@ def _network_seconds(layout: Layout, choice: UnitChoice) -> float:
         return 0.0
     link, holders = layout.setting.network, len(choice.holders)
     return 2 * holders * (link.alpha + choice.bytes / holders / link.beta)
-
-
-def _memory(unit: CopyUnit, choice: UnitChoice) -> int:
-    """Memory of all holders of a unit: the state and the log of gradients, or two versions of the state."""
-    each = (
-        unit.state_bytes + LOG_STEPS * unit.gradient_bytes
-        if choice.kind == "replayed"
-        else OWN_VERSIONS * unit.state_bytes
-    )
-    return len(choice.holders) * each
 
 
 def _survival(layout: Layout, units: Sequence[CopyUnit], plan: CopyPlan) -> list[LossSurvival]:
