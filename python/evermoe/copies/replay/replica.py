@@ -39,7 +39,7 @@ from evermoe.copies.replay.dispute import Dispute
 from evermoe.copies.replay.part import Part, parts_of
 from evermoe.copies.replay.repeater import Damage, Repeater
 from evermoe.errors import ReplicaBehind
-from evermoe.planning.protection import batch_steps
+from evermoe.planning.protection import LOGGED_STEPS, batch_steps
 from evermoe.process.native_calls import native_call
 from evermoe.state.unit import Unit, digests_of
 
@@ -47,7 +47,7 @@ ALIGNMENT = 8
 """Bytes to which the memory of a state is aligned, at least: those of the largest element."""
 CATCH_UP_THREADS = 4
 """Maximum number of threads that repeat steps just before members need the states: training may have one core."""
-KEPT_STEPS = 1
+KEPT_STEPS = LOGGED_STEPS - 1
 """Newest steps that wait: members that survive a failure may differ by one, and a step cannot be undone."""
 
 
