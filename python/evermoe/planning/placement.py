@@ -241,6 +241,27 @@ def session_slots(experts: int, domain_sizes: Sequence[int], slots: int | None, 
     return _native.session_slots(experts, list(domain_sizes), slots, replicas)
 
 
+def place_layer(
+    load_E: NDArray[np.float64],
+    previous_RE: NDArray[np.int64],
+    nodes: Sequence[str],
+    slots: int | None,
+    replicas: int,
+    policy: PlacementPolicy,
+    failures: int | None = None,
+    spread: Sequence[str] | None = None,
+) -> NDArray[np.int64]:
+    """Return where a session places a layer: [R, E] replicas of each expert on each rank. May warn: `FewerReplicas`.
+
+    Replicas are spread over the domains `spread`, by rank, or over nodes. `slots`: None for those of `session_slots`.
+    """
+    domains = failure_domains(nodes if spread is None else spread)
+    slots = session_slots(len(load_E), [len(ranks) for ranks in failure_domains(nodes)], slots, replicas)
+    counts = allocate(load_E, len(nodes), slots, replicas, previous_RE.sum(axis=0))
+    failures = failures and min(failures, max(1, len(domains) - 1))
+    return place(counts, len(nodes), slots, policy, load_E, previous_RE, domains, failures).matrix
+
+
 def is_worth_moving(now: float, then: float) -> bool:
     """Return whether a new placement balances a layer enough to justify moving experts.
 

@@ -18,7 +18,7 @@ from evermoe.planning._arguments import choice, count
 from evermoe.planning.migrate import keep_in_place
 from evermoe.planning.models import ModelShape, dense_modules
 from evermoe.planning.owners import place_owners
-from evermoe.planning.placement import FewerReplicas, allocate, failure_domains, place, session_slots
+from evermoe.planning.placement import FewerReplicas, failure_domains, place_layer
 from evermoe.planning.presets import PRESETS, Preset, PresetName, levels
 from evermoe.planning.protection import (
     LOGGED_STEPS,
@@ -165,18 +165,16 @@ class Seating:
         """Rank of each dense module that is trained, where these have owners."""
 
     def _place_experts(self) -> NDArray[np.bool_]:
-        options, experts, domains = self.options, self.shape.experts, failure_domains(self.nodes)
+        options, experts = self.options, self.shape.experts
         replicas = options.choices.replicas(options.replication, options.min_replicas)
-        slots = session_slots(experts, [len(domain) for domain in domains], options.expert_slots, replicas)
-        load = np.ones(experts)
-        previous = None if self._before is None else self._before.placed_RE[: self.ranks].astype(np.int64)
+        asked = options.expert_slots, replicas, options.choices.placement
+        now = np.zeros((self.ranks, experts)) if self._before is None else self._before.placed_RE[: self.ranks]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FewerReplicas)  # a session says it
-            counts = allocate(load, self.ranks, slots, replicas)
-        matrix = place(counts, self.ranks, slots, options.choices.placement, load, previous, domains).matrix
+            matrix = place_layer(np.ones(experts), now.astype(np.int64), self.nodes, *asked)
         if self._before is not None:
             held = self._before.held_RE[: self.ranks].astype(np.int64)
-            matrix = keep_in_place(held, matrix, [self._experts_bytes] * experts, domains)
+            matrix = keep_in_place(held, matrix, [self._experts_bytes] * experts, failure_domains(self.nodes))
         return matrix > 0
 
     def _place_owners(self) -> list[int]:

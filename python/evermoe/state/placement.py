@@ -8,11 +8,10 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from evermoe import planning
 from evermoe.config.placement import Placement
 from evermoe.planning.dispatch import imbalance
 from evermoe.planning.migrate import keep_in_place as keep_rows
-from evermoe.planning.placement import FewerReplicas, failure_domains, is_worth_moving, session_slots
+from evermoe.planning.placement import FewerReplicas, failure_domains, is_worth_moving, place_layer
 from evermoe.state.training_state import TrainingState
 
 LayerPlacements = dict[str, np.ndarray]
@@ -39,19 +38,11 @@ def place_layers(
         boosts: factors of the experts' loads, for some layers.
         spread: failure domain of each rank, such as its rack, over which replicas are spread; None: its node.
     """
-    sizes = [len(ranks) for ranks in failure_domains(nodes)]
-    domains = failure_domains(nodes if spread is None else spread)
-    failures = options.failures and min(options.failures, max(1, len(domains) - 1))
-    wanted, policy = options.min_replicas or 1, options.policy or "balanced"
+    asked = options.expert_slots, options.min_replicas or 1, options.policy or "balanced", options.failures
     placement = {}
     for (path, number), row in zip(experts.items(), load_LE, strict=True):
-        slots = session_slots(number, sizes, options.expert_slots, wanted)
         load = np.array(row[:number], dtype=np.float64) * np.array(boosts.get(path, 1.0))
-        now = previous[path].sum(axis=0)
-        replicas = planning.allocate(load, len(nodes), slots, wanted, now)
-        placement[path] = planning.place(
-            replicas, len(nodes), slots, policy, load, previous[path], domains, failures
-        ).matrix
+        placement[path] = place_layer(load, previous[path], nodes, *asked, spread)
     return placement
 
 

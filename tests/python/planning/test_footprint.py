@@ -6,17 +6,18 @@ import subprocess
 import sys
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
 import evermoe
-from evermoe.copies.replay import replica
 from evermoe.planning import protection, seating
 from evermoe.planning.footprint import PHASES, footprint
 from evermoe.planning.models import MODELS, ModelShape
 from evermoe.planning.nccl_buffers import nccl_bytes
-from evermoe.planning.seating import FootprintOptions
+from evermoe.planning.seating import FootprintOptions, Seating
 from evermoe.state.model_shape import shape_of
+from evermoe.state.placement import place_layers
 
 SMALL = ModelShape(dense_parameters=1000, largest_module=400, layers=3, experts=8, expert_parameters=500)
 FOUR = FootprintOptions(workers=4, weights="float32", expert_slots=2)
@@ -70,7 +71,7 @@ def test_replicas_and_local_snapshots_of_auto_hold_an_expert_once_and_the_rest_t
     assert sum(use.replicas for use in step.uses) == 12 * 3 * 8 * 500, "each expert is followed by one other worker"
     kept = SMALL.parameters + SMALL.dense_parameters
     assert sum(use.snapshots for use in step.uses) == 2 * 12 * kept, "an expert stays on its node, the rest on two"
-    steps = protection.batch_steps(500) + replica.KEPT_STEPS + 1
+    steps = protection.batch_steps(500) + protection.LOGGED_STEPS
     assert [use.log for use in step.uses] == [6 * (2000 + seating.RECORD_BYTES) * steps] * 4
 
 
@@ -158,9 +159,13 @@ def test_more_memory_is_never_taken_by_more_workers(preset):
     assert all(a >= b for more, fewer in zip(peaks, peaks[1:], strict=False) for a, b in zip(more, fewer, strict=True))
 
 
-def test_the_planner_has_the_constants_of_what_it_plans():
-    assert protection.LOGGED_STEPS == replica.KEPT_STEPS + 1
-    assert protection.LOG_STEPS >= protection.BATCH_STEPS + protection.LOGGED_STEPS
+def test_experts_are_where_a_session_begins():
+    options = FootprintOptions(workers=5, expert_slots=4, preset="gemini")
+    placing = evermoe.Placement(expert_slots=4, min_replicas=1, policy=options.choices.placement)
+    none = {"moe": np.zeros((5, 16), np.int64)}
+    found = place_layers({"moe": 16}, [[1.0] * 16], none, options.nodes, placing, {})
+    placed_RE = Seating(MODELS["gpt-l-moe"], options, options.nodes).placed_RE
+    assert np.array_equal(placed_RE, found["moe"] > 0)
 
 
 @pytest.mark.parametrize(
