@@ -34,7 +34,7 @@ from evermoe.comm.owner_collectives import send_from_owners
 from evermoe.errors import PeerLost
 from evermoe.planning.footprint import BUCKET_BYTES
 from evermoe.session.bucket import Bucket, BucketSum, plan_buckets
-from evermoe.session.gradients import Flats, extremes
+from evermoe.session.gradients import Flats
 from evermoe.session.late_weights import LateWeights
 from evermoe.state.training_state import TrainingState
 
@@ -229,9 +229,7 @@ class Buckets:
 
     @property
     def extremes(self) -> list[Tensor]:
-        """Extremes of this member's gradients before they were summed, but for experts'; see `complete`."""
-        if self._group.size == 1:
-            return extremes([p.grad for p in self._state.dense if p.grad is not None])
+        """Extremes of this member's gradients before they were summed, but for experts'; none of a member alone."""
         return [each for total in self._sums for each in total.extremes]
 
     @property

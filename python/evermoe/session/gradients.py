@@ -108,11 +108,14 @@ def norms(gradients: Sequence[Tensor]) -> Tensor:
         return torch.zeros(0)
     if gradients[0].is_cuda:
         return torch.stack(torch._foreach_norm(list(gradients), 2, torch.float64))
-    return torch.stack([_norm(gradient.reshape(-1)) for gradient in gradients])
+    flats = [gradient.reshape(-1) for gradient in gradients]
+    small = [flat for flat in flats if len(flat) < NORM_ELEMENTS]  # most are: all of them at once
+    of_small = iter(torch._foreach_norm(small, 2, torch.float64) if small else ())
+    return torch.stack([next(of_small) if len(flat) < NORM_ELEMENTS else _norm(flat) for flat in flats])
 
 
 def _norm(flat: Tensor) -> Tensor:
-    """Return the norm of a gradient in one dimension, on a CPU."""
+    """Return the norm of a large gradient in one dimension, on a CPU."""
     if flat.dtype == torch.float32:
         return _row_norms(flat[None])[0]
     if flat.dtype != torch.float64 and len(flat) > NORM_ELEMENTS:

@@ -50,7 +50,8 @@ class ReducedGradients:
         copies, loss, count = self._place.copies, step.loss, step.count
         if copies > 1:  # each of them has the same loss
             loss, count = loss / copies, None if count is None else count / copies
-        mine = gradients.ballot_of(loss, count, buckets.extremes, squares.norms, squares.value, rank, scale)
+        ends = buckets.extremes if self._group.size > 1 else [squares.norms]  # of the same gradients
+        mine = gradients.ballot_of(loss, count, ends, squares.norms, squares.value, rank, scale)
         share = step.share
         equal = copies * self._place.parts  # processes with the same share
         samples = (len(share.indices) if share.weight else 0) / equal
