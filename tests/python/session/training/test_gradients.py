@@ -81,6 +81,10 @@ def test_norms_of_all_sizes_are_those_in_float64(device, dtype):
     expected = [float(each.double().norm()) for each in gradients]
     assert found.tolist() == pytest.approx(expected, rel=1e-12 if dtype == torch.float64 else 1e-6)
     assert norms([]).tolist() == []
+    stacks = [
+        torch.randn(rows, row, generator=random).to(device, dtype) for rows, row in ((0, 5000), (3, 4097), (2, 9))
+    ]
+    assert torch.equal(norms(gradients, stacks), norms([*gradients, *(row for stack in stacks for row in stack)]))
 
 
 @pytest.mark.parametrize("largest", [1e18, 1e25, 3e38])
