@@ -1,10 +1,11 @@
-"""A real run of the demo, the simulation of it, and its plan: the same events, steps and bytes."""
+"""A job by hand, and what its plan, its simulation, its forecast of memory and a real run of it find."""
 
 from __future__ import annotations
 
 import argparse
 import json
 from dataclasses import replace
+from typing import NamedTuple
 
 import pytest
 from rich.console import Console
@@ -14,14 +15,16 @@ from evermoe.demo.driver import Run
 from evermoe.demo.flags import add_arguments, check
 from evermoe.demo.model import ByteGPT
 from evermoe.demo.summary import commits, episodes
+from evermoe.planning.footprint import footprint
+from evermoe.planning.models import ModelShape
+from evermoe.planning.protection import LOG_STEPS
+from evermoe.planning.seating import FootprintOptions
 from evermoe.simulate import Failure, Scenario, Workload, simulate
 from evermoe.simulate.scenario import SimulatedOptions
 
 WORKERS, STEPS, KILL = 3, 16, (1, 6)
 COUNTER = 4
 """Bytes of AdamW's count of steps, which each unit has in addition to 12 for each parameter."""
-LATE = ("gemini", "baft")
-"""Presets whose copies of a step are complete with the vote on the next one, so that a loss undoes a step."""
 SIZES = {"layers": 1, "hidden": 32, "heads": 2, "intermediate": 48, "experts": 3, "top_k": 2, "sequence": 32}
 
 
@@ -52,61 +55,109 @@ def workload():
     )
 
 
-def assert_as_planned(events, scenario, preset):
-    """The plan has the loss's undone steps, and the bytes of the steps before it."""
+WORKLOAD = workload()
+GRADIENT, STATE = 4 * WORKLOAD.expert_parameters, 12 * WORKLOAD.expert_parameters
+MODEL = 12 * WORKLOAD.parameters
+
+
+class Row(NamedTuple):
+    """Effects of a preset on the job; bytes are without heads of messages."""
+
+    undone: int
+    """Steps that the loss undoes."""
+    step: int
+    """Bytes to peers in each step before the loss."""
+    copied: int
+    """Bytes to peers in all steps, of which ten have two workers."""
+    memory: int | None
+    """Bytes of the worker with the most, where modules that are no experts have owners: what it trains, and copies."""
+    first: int | None = None
+    """Bytes of first copies, after the loss, too. None where all go back: the simulation divides modules otherwise."""
+    moved: int | None = None
+    """Bytes that the survivors get, from copies of their own or from each other; None as for `first`."""
+
+
+TABLE = {
+    "auto": Row(0, 3 * GRADIENT, (6 * 3 + 10 * 2) * GRADIENT, 1215552, (3 + 2) * STATE, 2 * STATE),
+    "gemini": Row(1, MODEL, (STEPS + 1) * MODEL, 754240),
+    "baft": Row(1, MODEL, (STEPS + 1) * MODEL, 754240),
+    # Its copies begin with states.
+    "moetion": Row(0, 3 * GRADIENT, 3 * STATE + (5 * 3 + 10 * 2) * GRADIENT, 1215552, (3 + 2) * STATE, 2 * STATE),
+    "lazarus": Row(0, 0, 0, None, 0, 0),
+}
+
+
+def job(preset):
+    """As `options` says; with active replicas alone each expert is on two workers, then on both that are left."""
+    slots, budget = 2 if preset == "lazarus" else 1, 3 * STATE  # moetion's: all experts
+    chosen = SimulatedOptions(expert_slots=slots, checkpoint_interval=0, remote_bytes_per_step=budget)
+    failures = (Failure.in_steps([(KILL[1], [KILL[0]])]),)
+    return Scenario(WORKLOAD, nodes=WORKERS, steps=STEPS, failures=failures, options=chosen)
+
+
+@pytest.mark.parametrize("preset", TABLE)
+def test_a_plan_has_the_bytes_and_versions_of_the_table(preset):
+    scenario, row = job(preset), TABLE[preset]
     lasting = replace(scenario.options, checkpoint_interval=1000)
-    given = replace(scenario, failures=(), options=lasting)
-    planned = json.loads(_native.forecast(given.to_json(), preset))
-    assert (planned["undone_steps"], planned["lost_tokens"], planned["survives"]) == (int(preset in LATE), 0, 1)
-    if preset == "moetion":
-        return  # its budget follows from measured links
-    measured = [[e for e in found if e["event"] == "measured" and e["step"] < KILL[1]] for found in events.values()]
-    sent = sum(sum(found[-1]["sent_bytes"].values()) for found in measured)
-    steps = KILL[1]
-    if preset in LATE:  # first copies before the first step; the last version may be on its way
-        assert (steps - 1) * planned["peer_bytes"] <= sent <= (steps + 1) * 1.1 * planned["peer_bytes"]
-    else:  # messages have heads, and gradients are encoded
-        assert sent == pytest.approx(steps * planned["peer_bytes"], rel=0.02)
+    planned = json.loads(_native.forecast(replace(scenario, failures=(), options=lasting).to_json(), preset))
+    found = planned["undone_steps"], planned["peer_bytes"], planned["lost_tokens"], planned["survives"]
+    assert found == (row.undone, row.step, 0, 1)
+
+
+@pytest.mark.parametrize("preset", TABLE)
+def test_a_simulation_has_the_events_bytes_and_versions_of_the_table(preset):
+    row, outcome = TABLE[preset], simulate(job(preset), preset, seed=0)
+    happened = [(each.what, each.step, each.members) for each in outcome.happened]
+    assert happened == [("resumed", 0, 3), ("lost", KILL[1], 3), ("resumed", KILL[1] - row.undone, 2)]
+    assert (outcome.steps, outcome.interrupted_steps, outcome.undone_steps) == (STEPS, 1, row.undone)
+    assert (outcome.lost_tokens, outcome.copy_bytes) == (0, row.copied)
+    if row.first is not None:
+        assert (outcome.first_bytes, outcome.recovery_bytes + outcome.local_bytes) == (row.first, row.moved)
+
+
+@pytest.mark.parametrize("preset", [name for name, row in TABLE.items() if row.memory])
+def test_a_simulation_and_the_forecast_of_memory_have_that_of_the_table(preset):
+    options = replace(job(preset).options, shard_optimizer=True)
+    simulated = simulate(replace(job(preset), failures=(), options=options), preset, seed=0)
+    assert simulated.memory_bytes == TABLE[preset].memory
+    sizes = {name: getattr(WORKLOAD, name) for name in ("layers", "experts", "expert_parameters", "dense_parameters")}
+    chosen = FootprintOptions(workers=WORKERS, weights="float32", expert_slots=1, shard_optimizer=True, preset=preset)
+    (step,) = (m for m in footprint(ModelShape(**sizes, largest_module=0), chosen).moments if m.phase == "step")
+    room = [use.replicas * GRADIENT // STATE * LOG_STEPS for use in step.uses]  # the forecast has what is in use
+    found = [use.parameters + use.moments + use.replicas + use.snapshots for use in step.uses]
+    assert max(map(sum, zip(found, room, strict=True))) == TABLE[preset].memory
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("preset", ["auto", "gemini", "baft", "moetion", "lazarus"])
-def test_events_steps_and_bytes_are_those_of_a_real_run(preset, tmp_path):
-    given = options()
-    given.preset = preset
-    if preset == "lazarus":  # active replicas alone: each expert on two workers, then on both that are left
-        given.expert_slots = 2
-    kills = check(given)
+@pytest.mark.parametrize("preset", TABLE)
+def test_a_real_run_has_the_events_bytes_and_versions_of_the_table(preset, tmp_path):
+    given, row = options(), TABLE[preset]
+    given.preset, given.expert_slots = preset, job(preset).options.expert_slots
+    if preset == "moetion":
+        vars(given)["moetion.remote_bytes_per_step"] = 3 * (STATE + COUNTER)
     events = Run(given, tmp_path, console=Console(quiet=True), title="").run_workers(
-        kills, None, given.steps, given.replication
+        check(given), None, given.steps, given.replication
     )
     (episode,) = episodes(events)
-    scenario = Scenario(
-        workload(),
-        nodes=WORKERS,
-        steps=STEPS,
-        failures=(Failure.in_steps([(KILL[1], [KILL[0]])]),),
-        options=SimulatedOptions(expert_slots=given.expert_slots, checkpoint_interval=0),
-    )
-    assert_as_planned(events, scenario, preset)
-    outcome = simulate(scenario, preset, seed=0)
-    begin, lost, resumed = outcome.happened
-    assert [each.what for each in outcome.happened] == ["resumed", "lost", "resumed"]
-    undone = int(preset in LATE)
-    assert (begin.step, lost.step, resumed.step) == (0, episode.step, KILL[1] - undone)
-    assert (begin.members, resumed.members) == (WORKERS, episode.members)
-    assert len(commits(events)) == outcome.steps == STEPS
-    assert outcome.interrupted_steps == 1 and outcome.lost_tokens == 0
-    (recovered,) = [each for each in events[0] if each["event"] == "recovered" and each["members"] == resumed.members]
-    assert outcome.undone_steps == undone
-    assert recovered["steps_undone"] in {undone, 0}, "the newest copies may be complete before the kill"
+    assert (episode.step, episode.members, len(commits(events))) == (KILL[1], WORKERS - 1, STEPS)
+    (recovered,) = [each for each in events[0] if each["event"] == "recovered" and each["members"] == episode.members]
+    assert recovered["steps_undone"] in {row.undone, 0}, "the newest copies may be complete before the kill"
+    assert recovered["step"] == KILL[1] - recovered["steps_undone"]
     assert not recovered["stale"] and not recovered["lost_units"]
-    if undone:
-        return  # what goes back is fetched by all, and the simulation divides what is no expert into other units
-    moved = outcome.recovery_bytes + outcome.local_bytes
-    assert episode.fetched_bytes == moved + COUNTER * episode.fetched_units
+    measured = [[each for each in found if each["event"] == "measured"] for found in events.values()]
+    before, all_sent = (
+        sum(sum(rows[-1]["sent_bytes"].values()) for rows in found)
+        for found in ([[each for each in rows if each["step"] < KILL[1]] for rows in measured], measured)
+    )
+    if row.first is None:  # first copies before the first step; the last version may be on its way
+        assert (KILL[1] - 1) * row.step <= before <= (KILL[1] + 1) * 1.1 * row.step
+        assert (STEPS - 2) * row.step <= all_sent <= (STEPS + 2) * 1.1 * row.step
+        return  # what goes back is fetched by all
+    assert before == pytest.approx(KILL[1] * row.step, rel=0.02), "messages have heads, and gradients are encoded"
+    if preset != "moetion":  # whose simulation sends states in the first step, and a session before it
+        after = row.first - (3 * STATE if row.first else 0)
+        assert all_sent == pytest.approx(row.copied + after, rel=0.02)
+    assert episode.fetched_bytes == row.moved + COUNTER * episode.fetched_units
     replanned = [each["missing_bytes"] for each in events[0] if each["event"] == "protection_planned"][-1]
-    expert_bytes = 12 * scenario.workload.expert_parameters
-    copied, rest = divmod(replanned, expert_bytes + COUNTER)
-    first = 0 if preset == "lazarus" else SIZES["experts"]
-    assert (outcome.first_bytes, rest) == ((first + copied) * expert_bytes, 0)
+    copied, rest = divmod(replanned, STATE + COUNTER)
+    assert (copied * STATE, rest) == (max(0, row.first - 3 * STATE), 0)
