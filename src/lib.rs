@@ -46,6 +46,7 @@
 //! | [`durable`] | files that are on disk when the call returns, written around the page cache by several threads |
 //! | `store` | objects in S3, GCS, Azure and behind HTTP (feature `object-store`) |
 //! | [`reachability`] | probes by which members learn whether others can be reached |
+//! | [`mesh`] | collectives and messages among members on the CPU, in the calling thread |
 //! | [`transport`] | messages from memory to memory over TCP or UCX, outside the collectives |
 //! | [`secret`] | tags by which the members of a job know each other |
 //!
@@ -73,6 +74,7 @@ pub mod dispatch;
 pub mod durable;
 pub mod engine;
 mod error;
+pub mod mesh;
 #[cfg(feature = "cuda")]
 pub mod nccl;
 #[cfg(feature = "cuda")]

@@ -13,6 +13,7 @@ mod engine;
 mod holders;
 mod layering;
 mod load_aware;
+mod mesh;
 mod migrate;
 mod placement;
 mod plan_protection;

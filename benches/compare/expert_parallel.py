@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from benches.compare.gloo_group import GlooGroup
 from benches.compare.program import MAX_GRAD_NORM
 from evermoe.comm.collectives import sum_flat
-from evermoe.comm.group import Group
 from evermoe.moe.experts import expert_layers
 from evermoe.session.gradients import norms
 
@@ -40,7 +40,7 @@ class ExpertParallel:
         experts = {id(layer.weights) for layer in self._layers.values()}
         self._dense = {name: p for name, p in model.named_parameters() if id(p) not in experts}
         self.position: int | None = None
-        self.world, self._inner, self._across = (Group() for _ in range(3))
+        self.world, self._inner, self._across = (GlooGroup() for _ in range(3))
         self.world.linked = [self._inner, self._across]
         self._inner.linked = [self.world, self._across]
         self._across.linked = [self.world, self._inner]
@@ -147,7 +147,7 @@ class ExpertParallel:
         self.world.drop(reason)
 
 
-def _sum(parameters: list[nn.Parameter], group: Group) -> None:
+def _sum(parameters: list[nn.Parameter], group: GlooGroup) -> None:
     """Sum the gradients of parameters over a group; collective."""
     gradients = [each.grad for each in parameters if each.grad is not None]
     if gradients and group.size > 1:

@@ -15,9 +15,9 @@ import torch.distributed as dist
 
 from benches.compare.checkpointed import Checkpoints, complete, take
 from benches.compare.expert_parallel import ExpertParallel
+from benches.compare.gloo_group import GlooGroup
 from benches.compare.group_seats import Holding, Seating, seat
 from benches.compare.program import Program, main
-from evermoe.comm.group import Group
 from evermoe.demo.train import Reporter
 from evermoe.errors import PeerLost
 
@@ -74,7 +74,7 @@ class Member:
         self._folder = Path(program.options.checkpoints)
         self._step = 0
         self._group: str | None = None
-        self._everybody = Group()
+        self._everybody = GlooGroup()
         self._begin(program)
 
     def _begin(self, program: Program) -> None:

@@ -868,6 +868,66 @@ class Links:
     def end(self, reason: str) -> None:
         """End all connections and transfers."""
 
+MESH_COLLECTIVE: int
+
+class MeshListening:
+    """A member that others may connect to for collectives on the CPU.
+
+    Args:
+        address: numeric address on which it listens; None: all addresses.
+
+    Raises:
+        ValueError: the address is not numeric. OSError: it is none of this machine, or there is no free port.
+    """
+
+    def __init__(self, address: str | None = None) -> None: ...
+    @property
+    def name(self) -> str:
+        """`port/token`, which the others need together with this member's host."""
+
+    def connect(self, rank: int, names: Sequence[str], seconds: float) -> Mesh:
+        """Connect all members, each of which calls this.
+
+        Args:
+            rank: rank of this member.
+            names: `host:port/token` of each member, by rank.
+            seconds: time limit.
+
+        Raises:
+            ValueError: a rank out of range, a name that is none, or a second call.
+            OSError: a member does not come or answer in time.
+        """
+
+class Mesh:
+    """Connections of a member to all others. Memory is `(address, bytes)`; a failure is returned as its reason."""
+
+    def all_to_all(
+        self, tag: int, sends: Sequence[tuple[int, int]], receives: Sequence[tuple[int, int]], seconds: float
+    ) -> str | None:
+        """Send each member its part, and receive one from each, by rank; collective.
+
+        Args:
+            tag: kind of the collective, from `MESH_COLLECTIVE` on.
+            sends: memory of each part; the own one is copied.
+            receives: memory for each part.
+            seconds: longest time in which no byte moves.
+        """
+
+    def exchange(
+        self,
+        tag: int,
+        sends: Sequence[tuple[int, tuple[int, int]]],
+        receives: Sequence[tuple[int, tuple[int, int]]],
+        seconds: float,
+    ) -> str | None:
+        """Send memory to ranks and receive from ranks; messages of a tag below `MESH_COLLECTIVE` keep their order."""
+
+    def post(self, tag: int, data: bytes, ranks: Sequence[int]) -> str | None:
+        """Send bytes to ranks without waiting until they have room; the rest leaves with the next call."""
+
+    def close(self) -> None:
+        """Close the connections, from any thread, which ends all calls under way."""
+
 class Transfer:
     """A message in progress."""
 

@@ -6,6 +6,7 @@ mod chunks;
 mod durable;
 mod engine;
 mod error;
+mod mesh;
 #[cfg(feature = "cuda")]
 mod nccl;
 mod ops;
@@ -33,6 +34,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     chunks::register(module)?;
     durable::register(module)?;
     engine::register(module)?;
+    mesh::register(module)?;
     #[cfg(feature = "cuda")]
     nccl::register(module)?;
     ops::register(module)?;

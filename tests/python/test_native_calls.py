@@ -28,8 +28,3 @@ def test_a_script_keeps_its_exit_code_and_its_exit_handlers(ended, kind):
     found, printed = ended
     assert found[kind][0] == exits.CODE, printed
     assert f"{kind} at exit" in printed
-
-
-def test_nobody_waits_for_a_call_that_returns_after_the_process_has_ended(ended):
-    found, printed = ended
-    assert found[exits.left_behind_for_long.__name__][1] < exits.EXIT_SECONDS, printed

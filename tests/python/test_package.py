@@ -36,7 +36,7 @@ print(json.dumps({
 def test_imports_load_what_they_need_and_no_more():
     """The package alone, then the ops, then the session, which imports torchft on first use and quietly."""
     lines = ["import evermoe", "import evermoe.ops", "evermoe.Session\nevermoe.PipelineSession"]
-    lines.append("from evermoe.comm._torchft import torchft\ntorchft().coordination.LighthouseClient")
+    lines.append("from evermoe.comm._torchft import coordination\ncoordination().LighthouseClient")
     package, ops, session, first_use = fresh("".join(f"{line}\n{TOLD}\n" for line in lines))
     assert package["ours"] == ["evermoe"]
     assert "torch" not in package["foreign"]

@@ -1,24 +1,15 @@
-"""torchft, imported on first use: it takes a second, and only members of a job need it."""
+"""torchft's Lighthouse and its quorums, imported on first use: only members of a job need them."""
 
 from __future__ import annotations
 
 import functools
 import importlib
 import os
-from typing import Any, NamedTuple
-
-
-class Torchft(NamedTuple):
-    """The two modules of torchft that are used."""
-
-    coordination: Any
-    """The Lighthouse and its quorums."""
-    process_group: Any
-    """Process groups that can be aborted."""
+from typing import Any
 
 
 @functools.cache
-def torchft() -> Torchft:
-    """Import torchft."""
+def coordination() -> Any:
+    """Import torchft's coordination."""
     os.environ.setdefault("RUST_LOG", "warn")  # read at import; by default it logs every quorum
-    return Torchft(*(importlib.import_module(f"torchft.{name}") for name in Torchft._fields))
+    return importlib.import_module("torchft.coordination")

@@ -293,18 +293,10 @@ def _append(parts: list[Slice], part: Slice) -> None:
 def sum_flat(flat: Tensor, group: Group) -> None:
     """Replace `flat` `[n]` by its sum over all ranks, in place; collective.
 
-    Numbers of 16 bits are summed in float32 and rounded once. On GPUs NCCL sums them as float32. On CPUs they travel as
-    they are, and each rank sums a part, in the order of ranks.
+    Numbers of 16 bits are summed in float32 and rounded once. On GPUs NCCL sums them as float32; on CPUs they travel as
+    they are.
     """
-    if flat.dtype not in (torch.bfloat16, torch.float16):
-        group.all_reduce(flat)
-        return
-    if flat.is_cuda:  # an exchange of parts would not use the topology, as NCCL's all-reduce does
+    if flat.is_cuda and flat.dtype in (torch.bfloat16, torch.float16):
         flat.copy_(group.all_reduce(flat.float()))
-        return
-    parts = flat.tensor_split(group.size)
-    lengths, own = [len(part) for part in parts], len(parts[group.rank])
-    total = torch.zeros(own, dtype=torch.float32, device=flat.device)
-    for share in group.all_to_all(flat, lengths, [own] * group.size).split(own):
-        total += share
-    flat.copy_(group.all_to_all(total.to(flat.dtype).repeat(group.size), [own] * group.size, lengths))
+    else:
+        group.all_reduce(flat)

@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
-from evermoe.comm._torchft import torchft
+from evermoe.comm._torchft import coordination
 from evermoe.comm.messages import MemberReport, Messages, participant
 from evermoe.comm.reachability import Reachability
 from evermoe.process.native_calls import native_call
@@ -128,7 +128,7 @@ def _report(is_over: threading.Event, address: str, name: str, data: dict[str, A
         pause = RETRY_SECONDS
         try:
             with native_call():
-                client = torchft().coordination.LighthouseClient(address, ANSWER_LIMIT)
+                client = coordination().LighthouseClient(address, ANSWER_LIMIT)
                 client.quorum(name, ANSWER_LIMIT, world_size=1, data=data)
         except Exception as error:  # torchft raises many kinds; without a report the heartbeat expires
             logger.info("a report to the Lighthouse under the name %s failed: %s", name, error)

@@ -11,7 +11,6 @@ from evermoe.comm.activity import READS, Activity
 from evermoe.comm.group import Group
 from evermoe.comm.nccl import Nccl
 from evermoe.comm.reachability import Reachability
-from evermoe.comm.waits import EXCESS
 from evermoe.process.native_calls import native_call
 
 logger = logging.getLogger(__name__)
@@ -22,14 +21,12 @@ AT_ONCE = 0.1
 """A collective that fails within these seconds began after the others' collective had timed out."""
 BACKOFF = 10
 """Backoff, in hang timeouts, of a member for which others have waited in vain; doubled each further time."""
-CLOCK_CHECKS = 8
-"""Checks per hang timeout for a wall clock that was set back and for a long read of a batch: no event reports them."""
+CHECKS = 8
+"""Checks per hang timeout for a long wait and a long read of a batch: no event reports them."""
 GPU_CHECK = 0.5
 """Most seconds between two checks whether a communicator of NCCL has ended."""
 LONG_READ = 0.5
 """Time that a read of a batch takes, in hang timeouts, when it is reported: before the others give up."""
-SET_BACK_SECONDS = 1.0
-"""Smallest change of a wall clock set back that is handled: a smaller one prolongs waits by no more than itself."""
 
 
 class FailureDetector:
@@ -89,7 +86,7 @@ class FailureDetector:
         self._is_over = threading.Event()
         self._threads = [
             threading.Thread(target=self._wait, args=[self._detector], name="evermoe-watch", daemon=True),
-            threading.Thread(target=self._bound_waits, args=[self._is_over], name="evermoe-clock", daemon=True),
+            threading.Thread(target=self._check, args=[self._is_over], name="evermoe-checks", daemon=True),
         ]
         for thread in self._threads:
             thread.start()
@@ -151,30 +148,16 @@ class FailureDetector:
         with native_call():
             self._act(has_ended, gave_up)
 
-    def _bound_waits(self, is_over: threading.Event) -> None:
-        """End collectives that outlast their timeout, and those of a communicator that has ended.
+    def _check(self, is_over: threading.Event) -> None:
+        """Report long waits and reads, and end the collectives of a communicator that has ended.
 
-        Gloo's waits follow the wall clock, which may be set back. This thread calls no driver, which could hold it up.
-        Also report a long read of a batch.
+        This thread calls no driver, which could hold it up.
         """
-        pause = self._hang_timeout / CLOCK_CHECKS
+        pause = self._hang_timeout / CHECKS
         while not is_over.wait(min(pause, GPU_CHECK) if self._communicators() else pause):
             self.activity.read.report_long(LONG_READ * self._hang_timeout)
             self.activity.reports.write_long()
             self._check_gpu()
-            for group in self._groups:
-                began = group.waiting
-                if (
-                    began is not None
-                    and began.seconds() > EXCESS * self._hang_timeout
-                    and began.set_back() > SET_BACK_SECONDS
-                ):
-                    group.timed_out = True
-                    with native_call():
-                        self._on_silent(
-                            f"a collective has waited longer than hang_timeout = {self._hang_timeout:g} s, as the wall "
-                            f"clock was set back by {began.set_back():.0f} s"
-                        )
 
     def _all_groups(self) -> set[Group]:
         """Return the groups, and the groups linked to them."""

@@ -1,27 +1,24 @@
-"""Collectives among the members of a job, and their failures: gloo through torchft's process group, and NCCL.
+"""Collectives among the members of a job, and their failures: on the CPU by `comm.mesh`, on GPUs by NCCL.
 
-The code below keeps two rules:
-
-* a member that sees an error closes its own sockets *before* it waits for others, or its peers would wait for it;
-* no `Work` and no exception of a collective outlives the call, because both keep sockets open.
+A member that sees an error closes its own sockets *before* it waits for others, or its peers would wait for it.
 """
 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
-import torch.distributed.distributed_c10d as c10d
 
 from evermoe.comm.begun import Begun
-from evermoe.comm.gloo import Gloo
+from evermoe.comm.endpoint import Endpoint
+from evermoe.comm.mesh import LOCAL, Mesh
 from evermoe.comm.nccl import Nccl, gpu_identity, may_share_a_gpu, new_name, no_name
 from evermoe.comm.plain_reason import plain_reason
 from evermoe.comm.transport import Transport
-from evermoe.comm.waits import Clocks
 from evermoe.errors import PeerLost
 from evermoe.options import count
 
@@ -68,23 +65,23 @@ class Group:
 
     A new `Group()` has one member and needs no network. When a peer fails, this member's sockets are closed and
     `PeerLost` is raised; from then on every call raises `PeerLost` until the group is rebuilt. Tensors on the CPU
-    travel over gloo, tensors on a GPU over NCCL. If several members share a GPU, which NCCL does not support by
-    default, all travel over gloo.
+    travel over TCP, tensors on a GPU over NCCL. If several members share a GPU, which NCCL does not support by
+    default, all travel over TCP.
 
     One thread may drop the group while others wait in it.
 
     Args:
-        address: name or address whose interface gloo uses; None: by GLOO_SOCKET_IFNAME or the host's name.
+        endpoint: address by which others reach this member, and the one on which it listens.
     """
 
-    def __init__(self, address: str | None = None) -> None:
+    def __init__(self, endpoint: Endpoint = LOCAL) -> None:
         self.rank = 0
         self.size = 1
         self.is_alone = True
         """Whether `size` is 1; compiled graphs depend on this alone."""
-        self._gloo = Gloo(address)
+        self._mesh = Mesh(endpoint)
         self.nccl: Nccl | None = None
-        """Communicator of the members' GPUs; None if their tensors travel over gloo."""
+        """Communicator of the members' GPUs; None if their tensors travel over TCP."""
         self.broken: str | None = None
         self.finishes_steps = False
         """Whether a step that loses a member runs to its end; see `evermoe.comm.step_exchanges`."""
@@ -92,8 +89,8 @@ class Group:
         """Collectives begun since the group was connected, or since a reader replaced the counter."""
         self.timed_out = False
         """Whether a collective has timed out; reset by the failure detector."""
-        self.waiting: Clocks | None = None
-        """When the collective that this member waits for began; None outside collectives."""
+        self.waiting: float | None = None
+        """When the collective that this member waits for began, by `time.monotonic`; None outside collectives."""
         self.on_wait: OnWait = _ignore_wait
         """Callback before and after each collective."""
         self.linked: list[Linked] = []
@@ -107,9 +104,8 @@ class Group:
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Replace `tensor` by its sum over all members, the same bits on every member, and return it."""
-        options = c10d.AllreduceOptions()
         return self._call(
-            "all_reduce", tensor, lambda pg: pg.allreduce([tensor], options), lambda nccl: nccl.all_reduce(tensor)
+            "all_reduce", tensor, lambda: self._mesh.all_reduce(tensor), lambda nccl: nccl.all_reduce(tensor)
         )
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -117,11 +113,10 @@ class Group:
         if self.size == 1 and self.broken is None:
             return tensor.unsqueeze(0).clone()
         gathered, tensor = tensor.new_empty((self.size, *tensor.shape)), tensor.contiguous()
-        options = c10d.AllgatherOptions()
         self._call(
             "all_gather",
             tensor,
-            lambda pg: pg.allgather([list(gathered.unbind())], [tensor], options),
+            lambda: self._mesh.all_gather(gathered, tensor),
             lambda nccl: nccl.all_gather(gathered, tensor),
         )
         return gathered
@@ -150,11 +145,10 @@ class Group:
         if self.size == 1 and self.broken is None:
             return received.copy_(rows)
         rows = rows.contiguous()
-        options = c10d.AllToAllOptions()
         self._call(
             "all_to_all",
             rows,
-            lambda pg: pg.alltoall_base(received, rows, receive_counts, send_counts, options),
+            lambda: self._mesh.all_to_all(received, rows, receive_counts, send_counts),
             lambda nccl: nccl.all_to_all(received, rows, receive_counts, send_counts),
         )
         return received
@@ -178,19 +172,16 @@ class Group:
         """
         if not sends and not receives:
             return
-
-        def start(pg: Any) -> list[Any]:
-            works = [pg.recv([tensor], source, tag) for tensor, source in receives]
-            return works + [pg.send([tensor], destination, tag) for tensor, destination in sends]
-
-        self._call("exchange", (sends or receives)[0][0], start, limit=limit)
+        wait = limit or self._mesh.timeout
+        first = (sends or receives)[0][0]
+        self._call("exchange", first, lambda: self._mesh.exchange(tag, sends, receives, wait), is_timed=limit is None)
 
     def post(self, tensor: torch.Tensor, ranks: Iterable[int], tag: int) -> None:
         """Begin to send a tensor on the CPU to ranks that receive it by `exchange`, without waiting for them.
 
         The ranks must have received the messages of the previous call.
         """
-        failure = self._gloo.post(tensor, ranks, tag) if self.broken is None else None
+        failure = self._mesh.post(tensor, ranks, tag) if self.broken is None else None
         if failure is not None:
             self.drop(failure)
 
@@ -198,11 +189,12 @@ class Group:
         self,
         name: str,
         tensor: torch.Tensor,
-        start: Callable[[Any], Any],
+        run: Callable[[], str | None],
         launch: Callable[[Nccl], None] | None = None,
-        limit: timedelta | None = None,
+        *,
+        is_timed: bool = True,
     ) -> torch.Tensor:
-        """Run a collective: `start` returns gloo's work, and `launch` puts it on the GPU's stream by NCCL."""
+        """Run a collective: `run` returns its failure, or None; `launch` puts it on the GPU's stream by NCCL."""
         if self.broken is None and self.size == 1:
             return tensor
         failure = self.broken
@@ -212,17 +204,12 @@ class Group:
             on_stream = nccl is not None
             self.on_begin(name, on_stream)
             self.on_wait(True)
-            began = Clocks.now()
-            self.waiting = began if limit is None else None
-            if nccl is None or launch is None:
-                failure = self._gloo.run(start, limit, lambda: self.broken)
-            else:
-                failure = self._launch(nccl, launch)
+            self.waiting = time.monotonic() if is_timed else None
+            failure = run() if nccl is None or launch is None else self._launch(nccl, launch)
             self.waiting = None
             if failure is not None:
-                # No member is late if gloo gives up early because the wall clock was set forward.
-                is_long = began.seconds() >= self.limit_seconds / 2
-                self.timed_out = self.timed_out or (is_long and "timed out" in failure.lower())
+                failure = self.broken or failure
+                self.timed_out = self.timed_out or failure.startswith("timed out")
                 self.drop(failure)
             self.on_wait(False, failure is None)
             self.on_end(name, on_stream)
@@ -250,7 +237,7 @@ class Group:
     @property
     def limit_seconds(self) -> float:
         """Seconds that a collective waits for a silent member."""
-        return self._gloo.timeout.total_seconds()
+        return self._mesh.timeout.total_seconds()
 
     def wait_for_collectives(self) -> bool:
         """Wait for the GPU; return whether all collectives have succeeded, as those of NCCL only order the stream."""
@@ -290,17 +277,17 @@ class Group:
         self.broken = self.broken or reason
         if self.nccl is not None:
             self.nccl.abort()
-        self._gloo.close(self.rank, self.size)
+        self._mesh.close()
 
     def rebuild(self, store: Any, rank: int, size: int, device: torch.device, timeout: timedelta) -> None:
         """Connect the members of a new epoch. `store` has a prefix that no other epoch uses."""
         self.drop_alone("the group is being rebuilt")
-        self.nccl, self._gloo.timeout = None, timeout
+        self.nccl, self._mesh.timeout = None, timeout
         self.rank, self.size = rank, size
         self.is_alone = size == 1
         self.begun = Begun()
         if size > 1:
-            self._gloo.connect(store, rank, size)
+            self._mesh.connect(store, rank, size)
             if device.type == "cuda":
                 self._connect_gpus(device)
         self.broken = None
@@ -313,8 +300,8 @@ class Group:
             if self.rank == 0:
                 logger.warning(
                     "several members share a GPU, which NCCL allows only with NCCL_MULTI_RANK_GPU_ENABLE=1: their "
-                    "tensors travel over gloo"
+                    "tensors travel over TCP"
                 )
             return
         names = self.all_gather(new_name() if self.rank == 0 else no_name())
-        self.nccl = Nccl(names[0], self.rank, self.size, self._gloo.timeout)
+        self.nccl = Nccl(names[0], self.rank, self.size, self._mesh.timeout)

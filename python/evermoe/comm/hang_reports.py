@@ -67,7 +67,7 @@ class HangReports:
         if store is None or about == self._written or self._groups[0].broken is not None:
             return
         if waiting is not None and (began := waiting.waiting) is not None:
-            seconds, is_waiting = began.seconds(), True
+            seconds, is_waiting = time.monotonic() - began, True
         elif since is not None:
             seconds, is_waiting = time.monotonic() - since, False
         else:

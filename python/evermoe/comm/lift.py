@@ -8,7 +8,7 @@ import uuid
 from typing import Any
 
 from evermoe import _native
-from evermoe.comm._torchft import torchft
+from evermoe.comm._torchft import coordination
 from evermoe.comm.messages import as_text, job_secret
 from evermoe.comm.promotion import ANSWER_LIMIT, RETRY_SECONDS
 from evermoe.comm.quarantine import Quarantine, merged
@@ -36,7 +36,7 @@ def find_quarantines(address: str, job: str, limit: float, lift: str = "") -> li
     problem = f"no member of job {job!r} has contacted the Lighthouse"
     while time.monotonic() < deadline:
         try:
-            client = torchft().coordination.LighthouseClient(address, ANSWER_LIMIT)
+            client = coordination().LighthouseClient(address, ANSWER_LIMIT)
             data = json.loads(_native.encode_lift(who, job, lift, own))
             answer = client.quorum(who, ANSWER_LIMIT, world_size=1, data=data)
         except (RuntimeError, TimeoutError, ConnectionError) as error:

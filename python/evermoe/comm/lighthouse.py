@@ -15,7 +15,7 @@ from datetime import timedelta
 from typing import Any
 from urllib.parse import urlsplit
 
-from evermoe.comm._torchft import torchft
+from evermoe.comm._torchft import coordination
 from evermoe.config.membership import is_address, split_addresses
 
 logger = logging.getLogger(__name__)
@@ -102,7 +102,7 @@ class Lighthouses:
         self._client: Any = None
         self._answered: set[str] = set()
         self._toured = time.monotonic()
-        self._coordination = torchft().coordination
+        self._coordination = coordination()
 
     @property
     def are_several(self) -> bool:
@@ -251,7 +251,7 @@ def _first_line(text: str) -> str:
 def _answers(address: str, member: str) -> bool:
     """Return whether a Lighthouse answers a single heartbeat of `member`."""
     try:
-        client = torchft().coordination.LighthouseClient(address, CONNECT_LIMIT)
+        client = coordination().LighthouseClient(address, CONNECT_LIMIT)
         client.heartbeat(member, CONNECT_LIMIT)
     except Exception:  # torchft raises many kinds
         return False
@@ -272,7 +272,7 @@ def start_lighthouse(*, heartbeat_timeout: float, join_timeout: float, bind: str
         join_timeout: seconds that a quorum waits for a member that sends heartbeats but no request (busy, or hung).
         bind: `host:port` to listen on; port 0 picks a free one.
     """
-    return torchft().coordination.LighthouseServer(
+    return coordination().LighthouseServer(
         bind=bind,
         min_replicas=1,
         join_timeout_ms=round(join_timeout * 1000),

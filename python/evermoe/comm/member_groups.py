@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from evermoe.comm.common_start import CommonStart
+from evermoe.comm.endpoint import Endpoint
 from evermoe.comm.group import Group
 from evermoe.comm.island_watch import IslandWatch
 from evermoe.comm.transport import Transport
@@ -18,7 +19,7 @@ class MemberGroups:
     """Groups of the members; dropping one drops all, and the connections of `transport`.
 
     Args:
-        interface: name or address whose interface gloo uses; None: by GLOO_SOCKET_IFNAME or the host's name.
+        endpoint: address by which others reach this member, and the one on which it listens.
         transport: transport for messages of other threads.
         timeout: time that a collective waits for a silent member.
         watch: of this process's island; None: it has none.
@@ -28,20 +29,20 @@ class MemberGroups:
 
     def __init__(
         self,
-        interface: str | None,
+        endpoint: Endpoint,
         transport: Transport,
         timeout: timedelta,
         watch: IslandWatch | None,
         device: torch.device,
         side_device: torch.device | None,
     ) -> None:
-        self.trainers = Group(interface)
+        self.trainers = Group(endpoint)
         """Members that train; on a replica node it has one member."""
-        self.with_replicas = Group(interface)
+        self.with_replicas = Group(endpoint)
         """All members, if some are replica nodes."""
-        self.side = Group(interface)
+        self.side = Group(endpoint)
         """Second group of the trainers."""
-        self.position = Group(interface)
+        self.position = Group(endpoint)
         """Trainers with this one's position in their islands, in the order of ranks."""
         self.everyone = self.trainers
         """The group of all members."""

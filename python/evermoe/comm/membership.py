@@ -21,13 +21,13 @@ import torch.distributed as dist
 from evermoe.comm.early_stores import EarlyStores
 from evermoe.comm.endpoint import find_endpoint
 from evermoe.comm.failure_detector import FailureDetector
-from evermoe.comm.gloo import connect_timeout
 from evermoe.comm.group import Group
 from evermoe.comm.island import Island, check_options
 from evermoe.comm.island_watch import IslandWatch
 from evermoe.comm.lighthouse import Lighthouses
 from evermoe.comm.member_groups import MemberGroups
 from evermoe.comm.member_requests import MemberRequests
+from evermoe.comm.mesh import connect_timeout
 from evermoe.comm.messages import Identity, Messages, job_secret
 from evermoe.comm.open_files import reserve_open_files
 from evermoe.comm.plain_reason import plain_reason
@@ -77,7 +77,6 @@ class MembershipManager:
         reserve_open_files(options.members or 1)
         self.options, self.id, self.node = options, f"{node}-{uuid.uuid4().hex[:8]}", node
         secret, place = job_secret(), find_endpoint(options.address, split_addresses(lighthouse))
-        interface = place.address or (place.host if options.address else None)
         lighthouses, limit = Lighthouses(lighthouse, self.id, place.host, place.manager), self._hang_timeout
         common = {
             "lighthouses": "several" if lighthouses.are_several else "one",
@@ -90,7 +89,7 @@ class MembershipManager:
         self.reach = Reachability(self.id, place, secret)
         """Probe server of this member, and probes of the others."""
         watch = IslandWatch.of(island, self.reach, options.heartbeat_timeout)
-        self.groups = groups = MemberGroups(interface, self.transport, limit, watch, device, side_device)
+        self.groups = groups = MemberGroups(place, self.transport, limit, watch, device, side_device)
         self.established = False
         """Whether this member has state of the running job; set by its protocol."""
         self.generation = 0

@@ -1,4 +1,4 @@
-"""File descriptors that a member needs. If gloo gets none for a connection, it aborts the process (SIGABRT)."""
+"""File descriptors that a member needs. If gloo gets none for a connection in a pipeline, it aborts the process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from evermoe.options import count
 MIN_FILES = 64
 """Descriptors of a job with one member, in addition to those that are open: ports, torchft, recoveries."""
 FILES_PER_MEMBER = 20
-"""Descriptors for each other member: connections of gloo, of copies, and to its ports."""
+"""Descriptors for each other member: connections of collectives, of copies, and to its ports."""
 
 
 def reserve_open_files(members: int) -> None:

@@ -9,7 +9,7 @@ from datetime import timedelta
 from typing import Any
 
 from evermoe import _native
-from evermoe.comm._torchft import torchft
+from evermoe.comm._torchft import coordination
 from evermoe.comm.messages import as_text, job_secret
 from evermoe.config.membership import split_addresses
 from evermoe.options import check_name
@@ -45,7 +45,7 @@ def promote(address: str, job: str, limit: float) -> list[str]:
     while time.monotonic() < deadline:
         data = json.loads(_native.encode_promotion(who, job, generation, own))
         try:
-            client = torchft().coordination.LighthouseClient(address, ANSWER_LIMIT)
+            client = coordination().LighthouseClient(address, ANSWER_LIMIT)
             answer = client.quorum(who, ANSWER_LIMIT, world_size=1, data=data)
         except (RuntimeError, TimeoutError, ConnectionError) as error:
             problem = str(error).split("\n", 1)[0]

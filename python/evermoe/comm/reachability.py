@@ -16,7 +16,7 @@ import torch.distributed as dist
 from evermoe import _native
 from evermoe._native import ProbeServer, Secret, probe_all
 from evermoe.comm.endpoint import Endpoint
-from evermoe.comm.gloo import connect_timeout
+from evermoe.comm.mesh import connect_timeout
 from evermoe.comm.sealed_store import SealedStore
 
 BACKLOG = 2048

@@ -30,4 +30,4 @@ SNAPSHOT_EACH = 4096
 CONNECTED = 0x7FFF_FFFD
 """Notification among a pipeline's members that their groups are connected."""
 NEVER_SENT = 0x7FFF_FFFF
-"""Tag that is never sent: a wait for it ends all waits, see `waits.end_waits`."""
+"""Tag that is never sent: a wait for it ends all waits, see `torch_groups.end_waits`."""

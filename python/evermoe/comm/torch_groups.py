@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
+from evermoe.comm.tags import NEVER_SENT
 from evermoe.comm.task import Task, run_in_thread
-from evermoe.comm.waits import end_waits
 from evermoe.errors import PeerLost
 
 T = TypeVar("T")
@@ -137,6 +137,26 @@ def quick_groups(limit: timedelta, lost: threading.Event) -> Iterator[None]:
         yield
     finally:
         c10d.ProcessGroupGloo, c10d.default_pg_timeout = before  # type: ignore[misc]
+
+
+def end_waits(group: Any, rank: int, size: int) -> None:
+    """End all threads' waits for messages of a gloo group, on this rank and its peers.
+
+    Gloo has no call for that, and its sockets stay open while a thread waits. But a wait that times out closes them
+    all. A wait for a peer that has closed its side fails at once instead, and ends no others, so the next is tried.
+    """
+    for step in range(1, size):
+        if _times_out(group, (rank + step) % size):
+            return
+
+
+def _times_out(group: Any, peer: int) -> bool:
+    try:
+        never = group.recv([torch.empty(1)], peer, NEVER_SENT)
+        never.wait(timedelta(milliseconds=1))
+    except (RuntimeError, AssertionError) as error:
+        return "timed out" in str(error).lower()
+    return False
 
 
 def interrupt_torch_groups() -> None:

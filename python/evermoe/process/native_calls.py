@@ -6,17 +6,16 @@ the process aborts with SIGABRT ("exception not rethrown", "terminate called wit
 code of the script is then lost.
 
 So such calls are marked. When the script has ended, an exit handler closes all open connections, which ends most calls,
-and waits for the others. A thread that is about to begin a call then blocks forever. A call that cannot return before
-the process has ended is harmless, and left alone. This package's own native code needs no mark: its threads never
-return to Python.
+and waits for the others. A thread that is about to begin a call then blocks forever. This package's own native code
+needs no mark in threads that never return to Python.
 """
 
 from __future__ import annotations
 
 import atexit
+import collections
 import os
 import threading
-import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -42,37 +41,32 @@ class _Calls:
     def reset(self) -> None:
         """Discard all calls and open connections: a forked child has none of this process's threads."""
         self._changed = threading.Condition()
-        self._until: dict[int, list[float]] = {}
-        """Earliest time at which each call may return on the clock of `time.monotonic`, by thread."""
+        self._calls: collections.Counter[int] = collections.Counter()
+        """Calls under way, by thread."""
         self._is_ending = False
         self.open: weakref.WeakSet[Closable] = weakref.WeakSet()
 
-    def begin(self, until: float) -> None:
+    def begin(self) -> None:
         if threading.current_thread() is threading.main_thread():
             return
         with self._changed:
             if not self._is_ending:
-                self._until.setdefault(threading.get_ident(), []).append(until)
+                self._calls[threading.get_ident()] += 1
                 return
         threading.Event().wait()  # forever: the process is about to end
 
     def end(self) -> None:
         with self._changed:
-            mine = self._until.get(threading.get_ident(), [])
-            if mine:
-                mine.pop()
-            if not mine:
-                self._until.pop(threading.get_ident(), None)
+            self._calls -= collections.Counter([threading.get_ident()])
             self._changed.notify_all()
 
     def finish(self) -> None:
-        """Close all open connections, and wait for the calls that return before the process has ended."""
+        """Close all open connections, and wait for the calls under way."""
         for each in list(self.open):
             each.close()
-        end = time.monotonic() + EXIT_SECONDS
         with self._changed:
             self._is_ending = True
-            self._changed.wait_for(lambda: all(max(calls) > end for calls in self._until.values()), EXIT_SECONDS)
+            self._changed.wait_for(lambda: not self._calls, EXIT_SECONDS)
 
 
 _calls = _Calls()
@@ -82,13 +76,9 @@ atexit.register(_calls.finish)
 
 
 @contextmanager
-def native_call(seconds: float = 0.0) -> Iterator[None]:
-    """Mark a call of native code in a background thread.
-
-    Args:
-        seconds: minimum duration of the call if nothing interrupts it.
-    """
-    _calls.begin(time.monotonic() + seconds)
+def native_call() -> Iterator[None]:
+    """Mark a call of native code in a background thread."""
+    _calls.begin()
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""Collectives of the group and the reduction of gradients, on real gloo."""
+"""Collectives of the group and the reduction of gradients, on real connections."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from evermoe.comm import gloo
+from evermoe.comm import mesh
 from evermoe.comm.collectives import ExpertReducer, Slice, sum_flat
 from evermoe.comm.gather import share_json
 from evermoe.comm.group import Group
@@ -123,7 +123,7 @@ def wait_for_a_slow_peer(group, place):
 
 
 def test_a_slow_member_is_not_lost(tmp_path, monkeypatch):
-    monkeypatch.setattr(gloo, "CONNECT_SECONDS", 1.0)
+    monkeypatch.setattr(mesh, "CONNECT_SECONDS", 1.0)
     assert run_threads(tmp_path, 2, wait_for_a_slow_peer, str(tmp_path / "second"))[0].item() == 1
 
 

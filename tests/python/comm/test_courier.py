@@ -6,7 +6,6 @@ import os
 import signal
 import threading
 import time
-from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,7 +15,6 @@ import torch
 from evermoe.comm.courier import Courier, Message
 from evermoe.comm.pacer import ANY_TIME, Pacer
 from evermoe.comm.transport import Transport
-from evermoe.comm.waits import Wait
 from evermoe.planning.schedule import Link
 from support.ranks import members, run_ranks, run_threads
 
@@ -445,16 +443,6 @@ def test_a_message_that_arrived_in_part_fails(tmp_path):
     assert sent == ("send among 2 members failed: a test", True)
     reasons = ["a test", "rank 0: it has closed its connections"]  # whichever it sees first when it continues
     assert received in [(f"receive among 2 members failed: {reason}", False) for reason in reasons]
-
-
-def test_a_wait_may_be_ended_twice():
-    """Two threads may drop a group at once; the abandoned waiter is not used again."""
-    never, done = threading.Event(), SimpleNamespace(wait=lambda limit: None)
-    wait = Wait(SimpleNamespace(wait=lambda limit: never.wait()))
-    threading.Timer(0.05, lambda: (wait.end_wait(), wait.end_wait())).start()
-    assert wait.run(timedelta(seconds=1)) == "the wait was ended"
-    never.set()
-    assert Wait(done).run(timedelta(seconds=1)) is None
 
 
 @pytest.mark.gpu

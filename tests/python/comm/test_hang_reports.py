@@ -13,7 +13,6 @@ import torch.distributed as dist
 
 from evermoe.comm.group import Group
 from evermoe.comm.hang_reports import HangReports, stacks
-from evermoe.comm.waits import Clocks
 from support.harness import wait_until
 
 
@@ -27,7 +26,7 @@ def member():
         group.broken = None
         for _ in range(3):
             group.begun.add("all_reduce", torch.ones(numbers))
-        group.waiting = Clocks.now() if waits else None
+        group.waiting = time.monotonic() if waits else None
         reports = HangReports([group], hang_timeout=0.02)
         reports.connect(name, store)
         reports.note(computes=not waits)

@@ -14,6 +14,7 @@ from evermoe.comm.island import Island
 from evermoe.comm.island_watch import IslandWatch
 from evermoe.comm.member_groups import MemberGroups
 from evermoe.comm.membership import MembershipManager
+from evermoe.comm.mesh import LOCAL
 from evermoe.comm.messages import Identity, Messages
 from evermoe.comm.reachability import Reachability
 from evermoe.comm.transport import Transport
@@ -107,7 +108,7 @@ def connect_islands(group, folder):
     """Three islands of two; returns the sums over this rank's position, and over all."""
     island = Island("abc"[group.rank // 2], group.rank % 2, 2)
     reach = Reachability("a", find_endpoint(None, [ADDRESS]))
-    groups = MemberGroups(LOOPBACK, Transport(LOOPBACK, LOOPBACK), LIMIT, IslandWatch(island, reach, 60.0), CPU, None)
+    groups = MemberGroups(LOCAL, Transport(LOOPBACK, LOOPBACK), LIMIT, IslandWatch(island, reach, 60.0), CPU, None)
     members = [(str(rank), reach.address) for rank in range(6)]
     groups.rebuild(1, dist.FileStore(f"{folder}/meeting", 6), members, group.rank, 6)
     mine = torch.tensor([float(10**group.rank)])

@@ -6,7 +6,6 @@ python exits.py KIND...
 from __future__ import annotations
 
 import atexit
-import ctypes
 import datetime
 import os
 import sys
@@ -19,11 +18,11 @@ import torch
 import torch.distributed as dist
 from torchft.coordination import LighthouseClient
 
+from evermoe.comm.group import Group
 from evermoe.comm.lighthouse import start_lighthouse
 from evermoe.comm.membership import MembershipManager
 from evermoe.comm.messages import Identity
 from evermoe.comm.task import Task, run_in_thread
-from evermoe.comm.waits import Wait
 from evermoe.config.membership import Membership
 from evermoe.process import native_calls
 
@@ -80,33 +79,21 @@ def connects() -> Any:
     return task
 
 
-def _left_behind(limit: datetime.timedelta) -> Any:
-    store, groups = dist.HashStore(), {}
-    make = lambda rank: groups.update({rank: dist.ProcessGroupGloo(store, rank, 2, NEVER)})  # noqa: E731
-    threads = [threading.Thread(target=make, args=(rank,)) for rank in range(2)]
+def waits_for_a_member() -> Any:
+    """A thread waits for a member that is alive and sends nothing."""
+    store, groups = dist.HashStore(), [Group(), Group()]
+
+    def connect(rank: int) -> None:
+        groups[rank].rebuild(store, rank, 2, torch.device("cpu"), NEVER)
+
+    threads = [threading.Thread(target=connect, args=(rank,)) for rank in range(2)]
     for each in threads:
         each.start()
     for each in threads:
         each.join()
-    wait = Wait(groups[0].recv([torch.empty(1)], 1, 0))
-    waiting = threading.Thread(target=wait.run, args=(limit,))
-    waiting.start()
-    _wait_for("evermoe-wait")
-    time.sleep(0.2)  # the thread is inside gloo
-    wait.end_wait()
-    waiting.join()
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(groups))  # the peer's connections stay open
+    native_calls.close_at_exit(groups[0]._mesh)
+    run_in_thread(Task(lambda: groups[0].all_reduce(torch.zeros(1))), "evermoe-buckets", ())
     return groups
-
-
-def left_behind_for_a_while() -> Any:
-    """A message is not waited for any more, and gloo gives up on it soon."""
-    return _left_behind(SOON)
-
-
-def left_behind_for_long() -> Any:
-    """A message is not waited for any more, and gloo does not give up on it before the process has ended."""
-    return _left_behind(NEVER)
 
 
 def computes() -> Any:
@@ -125,10 +112,7 @@ def computes() -> Any:
 
 KEPT: list[Any] = []
 """Is freed when the interpreter ends."""
-KINDS = {
-    each.__name__: each
-    for each in (speaks_for_the_dead, inquires, connects, left_behind_for_a_while, left_behind_for_long, computes)
-}
+KINDS = {each.__name__: each for each in (speaks_for_the_dead, inquires, connects, waits_for_a_member, computes)}
 
 
 def _wait_for(name: str) -> None:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import pytest
 
-from evermoe.comm._torchft import torchft
+from evermoe.comm._torchft import coordination
 from evermoe.comm.ended_members import EndedMembers, reporters
 from evermoe.comm.endpoint import LOOPBACK, Endpoint
 from evermoe.comm.lighthouse import start_local_lighthouse
@@ -53,14 +53,14 @@ class Asking:
     def __init__(self, address, names):
         self.answers = {}
         for each in names:  # otherwise the Lighthouse would know only the first that asks
-            client = torchft().coordination.LighthouseClient(address, timedelta(seconds=PATIENCE))
+            client = coordination().LighthouseClient(address, timedelta(seconds=PATIENCE))
             client.heartbeat(each, timedelta(seconds=PATIENCE))
         self._threads = [threading.Thread(target=self._ask, args=(address, each), daemon=True) for each in names]
         for each in self._threads:
             each.start()
 
     def _ask(self, address, name):
-        client = torchft().coordination.LighthouseClient(address, timedelta(seconds=PATIENCE))
+        client = coordination().LighthouseClient(address, timedelta(seconds=PATIENCE))
         data = {"of": name}  # of no job, as this test does not read it
         self.answers[name] = client.quorum(name, timedelta(seconds=PATIENCE), world_size=1, data=data)
 

@@ -12,7 +12,7 @@ from datetime import timedelta
 
 import pytest
 
-from evermoe.comm._torchft import torchft
+from evermoe.comm._torchft import coordination
 from evermoe.comm.lighthouse import own_address, start_lighthouse
 from evermoe.comm.messages import Identity, Messages
 from evermoe.config.membership import Membership, split_addresses
@@ -151,7 +151,7 @@ def test_one_of_two_leaves_and_the_other_continues(start_job, two, leaver):
 def test_members_that_have_heard_a_promotion_and_ask_no_more_have_resumed(two):
     """A short job may be over before the operator's command asks again."""
     messages = Messages("a", Identity("job", "layout"), two[0].address, None)
-    client = torchft().coordination.LighthouseClient(two[0].address, timedelta(seconds=5))
+    client = coordination().LighthouseClient(two[0].address, timedelta(seconds=5))
 
     def ask_until_promoted():
         while not messages.is_promoted:

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from evermoe._native import PROTOCOL, encode_promotion
-from evermoe.comm._torchft import torchft
+from evermoe.comm._torchft import coordination
 from evermoe.comm.messages import Identity, Messages
 from support.history import check_history
 from support.messages import told
@@ -18,7 +18,7 @@ from support.messages import told
 
 def send(job, sender, data, until):
     """Asks the Lighthouse as a member does, until it shall no more."""
-    client = torchft().coordination.LighthouseClient(job.address, timedelta(seconds=5))
+    client = coordination().LighthouseClient(job.address, timedelta(seconds=5))
     while not until.is_set():
         try:
             client.quorum(sender, timedelta(seconds=2), world_size=1, data=data)

@@ -1,0 +1,108 @@
+//! Python bindings of [`crate::mesh`].
+
+use crate::error::{Error, Result};
+use crate::mesh::{self, Bytes};
+use pyo3::prelude::*;
+use std::net::IpAddr;
+use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
+
+pub(super) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add("MESH_COLLECTIVE", mesh::COLLECTIVE)?;
+    module.add_class::<MeshListening>()?;
+    module.add_class::<Mesh>()
+}
+
+fn duration(seconds: f64) -> Result<Duration> {
+    Duration::try_from_secs_f64(seconds)
+        .map_err(|error| Error::invalid(format!("seconds: {error}, got {seconds}")))
+}
+
+/// See [`mesh::Listening`].
+#[pyclass(frozen, module = "evermoe._native")]
+struct MeshListening(Mutex<Option<mesh::Listening>>, String);
+
+#[pymethods]
+impl MeshListening {
+    #[new]
+    #[pyo3(signature = (address=None))]
+    fn new(address: Option<&str>) -> PyResult<Self> {
+        let numeric = |address: &str| {
+            let wrong = |error| {
+                Error::invalid(format!("address: expected a numeric address, got {address:?}: {error}"))
+            };
+            address.parse::<IpAddr>().map_err(wrong)
+        };
+        let listening = mesh::Listening::open(address.map(numeric).transpose()?)?;
+        let name = listening.name();
+        Ok(Self(Mutex::new(Some(listening)), name))
+    }
+
+    #[getter]
+    fn name(&self) -> &str {
+        &self.1
+    }
+
+    #[allow(clippy::needless_pass_by_value)] // PyO3 makes vectors of Python's lists
+    fn connect(&self, py: Python<'_>, rank: usize, names: Vec<String>, seconds: f64) -> PyResult<Mesh> {
+        let limit = duration(seconds)?;
+        let listening = self.0.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let listening = listening.ok_or_else(|| Error::invalid("connect: this was connected before"))?;
+        Ok(Mesh(py.detach(|| listening.connect(rank, &names, limit))?))
+    }
+}
+
+/// See [`mesh::Mesh`]. Memory is `(address, bytes)`.
+#[pyclass(frozen, module = "evermoe._native")]
+struct Mesh(mesh::Mesh);
+
+type Memory = (usize, usize);
+
+fn bytes((address, length): Memory) -> Bytes {
+    Bytes { address: address as *mut u8, length }
+}
+
+#[pymethods]
+impl Mesh {
+    #[allow(clippy::needless_pass_by_value)] // as above
+    fn all_to_all(
+        &self,
+        py: Python<'_>,
+        tag: u32,
+        sends: Vec<Memory>,
+        receives: Vec<Memory>,
+        seconds: f64,
+    ) -> PyResult<Option<String>> {
+        let limit = duration(seconds)?;
+        let parts = |all: &[Memory]| all.iter().copied().map(bytes).collect::<Vec<_>>();
+        let (sends, receives) = (parts(&sends), parts(&receives));
+        // SAFETY: `evermoe.comm.mesh`, the only caller, passes memory of tensors that it keeps until the call returns.
+        Ok(py.detach(|| unsafe { self.0.all_to_all(tag, &sends, &receives, limit) }.err()))
+    }
+
+    #[allow(clippy::needless_pass_by_value)] // as above
+    fn exchange(
+        &self,
+        py: Python<'_>,
+        tag: u32,
+        sends: Vec<(usize, Memory)>,
+        receives: Vec<(usize, Memory)>,
+        seconds: f64,
+    ) -> PyResult<Option<String>> {
+        let limit = duration(seconds)?;
+        let parts =
+            |all: &[(usize, Memory)]| all.iter().map(|&(rank, each)| (rank, bytes(each))).collect::<Vec<_>>();
+        let (sends, receives) = (parts(&sends), parts(&receives));
+        // SAFETY: as above.
+        Ok(py.detach(|| unsafe { self.0.exchange(tag, &sends, &receives, limit) }.err()))
+    }
+
+    #[allow(clippy::needless_pass_by_value)] // as above
+    fn post(&self, py: Python<'_>, tag: u32, data: &[u8], ranks: Vec<usize>) -> Option<String> {
+        py.detach(|| self.0.post(tag, data, &ranks)).err()
+    }
+
+    fn close(&self, py: Python<'_>) {
+        py.detach(|| self.0.close());
+    }
+}
