@@ -108,7 +108,7 @@ def pair(rank, folder):
     """Connect one of two members through the folder. Return its group, and its couriers by carrier."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    group = Group("127.0.0.1")
+    group = Group()
     transports = {carrier: Transport("127.0.0.1", "127.0.0.1", carrier=carrier) for carrier in carriers()}
     group.rebuild(dist.FileStore(f"{folder}/group", 2), rank, 2, torch.device("cpu"), LIMIT)
     for transport in transports.values():

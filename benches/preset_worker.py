@@ -28,6 +28,7 @@ from torchft.process_group import ProcessGroupWrapper
 
 import evermoe
 from evermoe.checkpoint import checkpoint_folder, unit_files
+from evermoe.comm.group import Group
 from evermoe.demo.corpus import Corpus
 from evermoe.demo.model import ByteGPT
 from evermoe.presets import BY_NAME
@@ -191,13 +192,15 @@ def thread_times():
 
 
 def collectives():
-    """Return the number of collectives begun so far by all of torch's process groups in this process."""
-    groups = [*dist.distributed_c10d._world.pg_map, *(each._pg for each in gc.get_objects() if is_wrapper(each))]
-    return sum(group._get_sequence_number_for_group() for group in {id(each): each for each in groups}.values())
+    """Return the number of collectives begun so far by the groups of torch, torchft and evermoe in this process."""
+    wrapped = [each._pg for each in gc.get_objects() if is_wrapper(each)]
+    groups = {id(each): each for each in (*dist.distributed_c10d._world.pg_map, *wrapped)}
+    own = sum(each.begun.count for each in gc.get_objects() if isinstance(each, Group))
+    return own + sum(group._get_sequence_number_for_group() for group in groups.values())
 
 
 def is_wrapper(value):
-    """Return whether this is a connected process group of torchft's, or of evermoe's, which derives from it."""
+    """Return whether this is a connected process group of torchft's."""
     return isinstance(value, ProcessGroupWrapper) and value._pg is not None
 
 

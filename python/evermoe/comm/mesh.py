@@ -58,7 +58,8 @@ class Mesh:
         """
         listening = _native.MeshListening(self._endpoint.address)
         host = self._endpoint.host
-        store.set(f"mesh{rank}", f"[{host}]:{listening.name}" if ":" in host else f"{host}:{listening.name}")
+        name = f"[{host}]:{listening.name}" if ":" in host else f"{host}:{listening.name}"
+        store.set(f"mesh{rank}", name.encode())  # type: ignore[arg-type]
         limit = min(connect_timeout(size), self.timeout)
         keys = [f"mesh{each}" for each in range(size)]
         store.wait(keys, limit)

@@ -140,8 +140,40 @@ def meet_in_different_collectives(group, place):
 
 
 def test_members_in_different_collectives_wait_until_the_time_limit(tmp_path):
-    """They must not read each other's messages: gloo ends a process that gets a message of another size."""
+    """They must not take each other's messages for their own."""
     run_threads(tmp_path, 3, meet_in_different_collectives, str(tmp_path / "second"))
+
+
+def reduce_and_gather(group, values):
+    mine = values[group.rank]
+    return group.all_reduce(mine.clone()), group.all_gather(mine)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int64, torch.bfloat16])
+def test_sums_are_those_in_the_order_of_ranks_on_all_members(tmp_path, dtype):
+    """Around the sizes at which each member sums alone, or one part of several."""
+    small, part = mesh.SMALL_BYTES // dtype.itemsize, mesh.PART_BYTES // dtype.itemsize
+    for n in (0, 1, small, small + 1, 3 * part - 1, 3 * part + 1, 7 * part):
+        generator = torch.Generator().manual_seed(n)
+        values = [(100 * torch.randn(n, generator=generator)).to(dtype) for _ in range(3)]
+        wide = [each.float() if dtype == torch.bfloat16 else each for each in values]
+        total = (wide[0] + wide[1] + wide[2]).to(dtype)
+        for reduced, gathered in run_threads(tmp_path, 3, reduce_and_gather, values):
+            assert torch.equal(gathered, torch.stack(values))
+            assert torch.equal(reduced, total)
+
+
+def reduce_in_place(group, columns):
+    table = torch.full((3, columns), float(group.rank), requires_grad=True)
+    group.all_reduce(table[:, 1:])
+    return table.detach()
+
+
+@pytest.mark.parametrize("columns", [4, 1 << 14])
+def test_a_part_of_a_tensor_is_summed_in_place(tmp_path, columns):
+    for table in run_threads(tmp_path, 2, reduce_in_place, columns):
+        assert bool((table[:, 1:] == 1).all())
+        assert table[0, 0].item() in (0, 1)
 
 
 # ---- gradients of experts

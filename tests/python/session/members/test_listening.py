@@ -57,7 +57,7 @@ def test_workers_listen_on_one_address(start_job, local_lighthouse, address):
     job.open_gate(10)
     assert [each.join() for each in workers] == [0, 0]
     check_history(workers)
-    assert all(len(each) >= 4 for each in found), "torchft's server, a store, a probe server and gloo's groups"
+    assert all(len(each) >= 3 for each in found), "a store, a probe server and the port for copies"
     given = (address or "127.0.0.1").split(",")
     assert {each for some in found for each, _ in some} == {*given}
     for some in found:
