@@ -50,7 +50,8 @@ def test_each_rank_holds_its_experts_and_computes_what_one_with_all_would(undist
 def test_only_the_lost_ranks_stage_computes_again(start_job, undisturbed, plan):
     way, _, _ = undisturbed
     pipeline = Pipeline(start_job(RANKS), **WAYS[way])
-    started = [pipeline.start(rank, **(plan if rank == 3 else {})) for rank in range(RANKS)]
+    common = {"tells_forwards": way == "1F1B"}
+    started = [pipeline.start(rank, **common | (plan if rank == 3 else {})) for rank in range(RANKS)]
     pipeline.lose(started[3])
     pipeline.start(3)
     done = check_same_bits(pipeline, undisturbed)

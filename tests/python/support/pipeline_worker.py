@@ -27,6 +27,7 @@ from evermoe.comm.vote import Ballot
 from evermoe.pipeline.pipeline_step import PipelineStep
 from evermoe.presets import PIPELINE_BY_NAME
 from evermoe.state.version import step_of
+from support.meeting_files import meet
 from support.replay_faults import Killer
 
 ROWS, MICROBATCHES = 16, 4
@@ -44,13 +45,14 @@ class Options:
     peers: int = PEERS
     steps: int = 13
     kill_in_step: int | None = None
-    """Dies in a microbatch of this step."""
+    """Dies in microbatch `kill_microbatch`, from 0, of this step."""
     kill_microbatch: int = 1
-    """The number of that, from 0."""
+    tells_forwards: bool = False
+    """Ranks leave a file after each forward, and one that dies waits until the stage before waits for a backward."""
     kill_in_copy: int | None = None
     """Dies when the first message of this version has been sent."""
     kill_with: int | None = None
-    """The rank that dies with it: each waits until both have come to this point."""
+    """Rank that dies at the same time."""
     kill_begun: int | None = None
     """Dies when this step begins."""
     kill_reduced: int | None = None
@@ -164,13 +166,6 @@ def die_if(options: Options, condition: bool, where: int | str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def meet(options: Options, other: int) -> None:
-    """Wait until another rank of the stage has come to the microbatch in which both die."""
-    (Path(options.folder) / f"in-step-{options.rank}").touch()
-    while not (Path(options.folder) / f"in-step-{other}").exists():
-        time.sleep(0.001)
-
-
 def reach(options: Options, point: str) -> None:
     """The worker may die or stop here."""
     die_if(options, point == options.kill_at, point)
@@ -242,7 +237,7 @@ def build_schedule(
 
 def stage_numbers(options: Options) -> list[int]:
     """Numbers of this rank's virtual stages: in a V, the first rank has the last one, too."""
-    stage, _ = divmod(options.rank, options.peers)
+    stage = options.rank // options.peers
     if options.schedule in V_SCHEDULES:
         return [stage, 2 * options.stages - 1 - stage]
     return [*range(stage, options.stages * options.chunks, options.stages)]
@@ -432,13 +427,18 @@ def train(options: Options) -> None:
     def die_in_step(module: nn.Module, inputs: Any) -> None:
         is_last_call = module.calls % options.microbatches == options.kill_microbatch
         if kept["attempt"] == options.kill_in_step and is_last_call:
-            if options.kill_with is not None:
-                meet(options, options.kill_with)
+            others = [] if options.kill_with is None else [f"in-step-{options.kill_with}"]
+            last, first = f"forward-{kept['attempt']}-{module.calls + 2}", (stage - 1) * options.peers
+            others += [f"{last}-{first + each}" for each in range(options.peers * options.tells_forwards)]
+            meet(options.folder, f"in-step-{options.rank}", others)
             die_if(options, True, kept["attempt"])
 
     reach_in_store(options)
     reach_reduction(options, chunks)
     chunks[0].register_forward_pre_hook(die_in_step)
+    if options.tells_forwards:
+        name = lambda module: f"forward-{kept['attempt']}-{module.calls}-{options.rank}"  # noqa: E731
+        chunks[0].register_forward_hook(lambda module, *_: meet(options.folder, name(module), []))
     for attempt in copies.steps(options.steps):
         kept["attempt"] = attempt.number
         if attempt.number == options.stops:
