@@ -85,7 +85,8 @@ def test_two_of_four_are_lost_in_one_recovery_of_baft(start_job):
     for each in (a, d):
         assert each.events("protection_planned")[0]["survives_two"] == 1.0
         last = each.events("recovered")[-1]
-        assert (last["step"], last["steps_lost"], last["lost_units"], last["stale"]) == (VERSION, 0, [], {})
+        assert (last["steps_lost"], last["lost_units"], last["stale"]) == (0, [], {})
+        assert VERSION - last["step"] in (0, 1), "copies of the step before may be under way as b dies"
 
 
 FEW_ROOMS = [("chunk_sent", 0.5, 1), ("snapshot_received", 0.0, 10_000), ("gradients_logged", 0.0, 5000)]

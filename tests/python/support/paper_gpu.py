@@ -20,6 +20,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
+from evermoe.comm.mesh import Mesh
+
 DEVICE = torch.device("cuda", 0)
 OPS = {
     "aten": """
@@ -30,7 +32,6 @@ OPS = {
         split_with_sizes squeeze stack sub sum t take topk transpose unbind uniform_ unsqueeze view where zero_
         zeros zeros_like
     """,
-    "c10d": "allgather_ alltoall_base_",  # over NCCL
     "evermoe": """dequantize_rows dispatch_plan expert_histogram invert_positions permute quantize_rows regroup
         split_tokens unpermute unpermute_backward""",
 }
@@ -112,12 +113,24 @@ class PaperGpu(TorchDispatchMode):
             "synchronize": lambda device=None: self._stream.synchronize(),
         }.items():
             self._patches.enter_context(mock.patch.object(torch.cuda, name, stand_in))
+        for name in ("all_gather", "all_to_all"):
+            self._patches.enter_context(mock.patch.object(Mesh, name, self._over_nccl(name, getattr(Mesh, name))))
         super().__enter__()
         return self
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
         self._patches.close()
+
+    def _over_nccl(self, name: str, collective: Callable[..., str | None]) -> Callable[..., str | None]:
+        """Return a collective that the host launches and does not wait for."""
+
+        def launch(mesh: Mesh, *values: Any) -> str | None:
+            if any(map(_is_there, values)):
+                self.done.append(name)
+            return collective(mesh, *map(_value, values))
+
+        return launch
 
     @staticmethod
     def tensor(value: Tensor) -> Tensor:
