@@ -15,7 +15,7 @@ use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
 /// Version of the protocol; raised with every change of the messages or of the conclusions drawn from them.
-pub const PROTOCOL: u64 = 12;
+pub const PROTOCOL: u64 = 13;
 /// Purpose of the tags of messages.
 const SEAL: &str = "message";
 /// Content of an operator's message, in place of a member's.
