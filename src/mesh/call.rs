@@ -12,6 +12,8 @@ use std::time::{Duration, Instant};
 
 /// Largest message that is sent together with its header.
 const JOINED_BYTES: usize = 16 << 10;
+/// Longest wait until a thread checks for signals: one that comes just before a wait does not interrupt it.
+const SIGNAL_CHECK: Duration = Duration::from_secs(1);
 
 /// Memory of a message.
 #[derive(Clone, Copy, Debug)]
@@ -89,6 +91,10 @@ pub struct Mesh {
     rank: usize,
     streams: Vec<Option<Arc<TcpStream>>>,
     inside: Mutex<Inside>,
+    /// The process that has connected the members. A fork of it shares the sockets, and must not close them.
+    process: u32,
+    /// Handles signals while a call waits; the call fails if it returns false.
+    handle_signals: fn() -> bool,
 }
 
 #[derive(Debug)]
@@ -136,7 +142,15 @@ impl Mesh {
             peers.push(stream.map(|stream| Peer::new(Arc::new(stream))));
         }
         let streams = peers.iter().map(|peer| peer.as_ref().map(|peer| peer.stream.clone())).collect();
-        Ok(Self { rank, streams, inside: Mutex::new(Inside { peers, number: 0, failure: None }) })
+        let inside = Mutex::new(Inside { peers, number: 0, failure: None });
+        Ok(Self { rank, streams, inside, process: std::process::id(), handle_signals: || true })
+    }
+
+    /// Calls a function while a call waits, at once or within 1 s of a signal. The call fails if it returns false.
+    #[must_use]
+    pub fn with_signals(mut self, handle_signals: fn() -> bool) -> Self {
+        self.handle_signals = handle_signals;
+        self
     }
 
     /// Sends to each member its part, and receives one from each; collective. The own part is copied.
@@ -184,7 +198,7 @@ impl Mesh {
                 peer.awaited.push_back(frame(number, receives[rank]));
             }
         }
-        inside.run(self.rank, limit)
+        inside.run(self.rank, limit, self.handle_signals)
     }
 
     /// Sends messages to members, and receives some from them. A failure is returned as its reason.
@@ -219,7 +233,7 @@ impl Mesh {
                 peer.awaited.push_back(frame(bytes));
             }
         }
-        inside.run(self.rank, limit)
+        inside.run(self.rank, limit, self.handle_signals)
     }
 
     /// Sends a message to members without waiting until they have room for it. A failure is returned as its reason.
@@ -260,7 +274,9 @@ impl Mesh {
 
 impl Drop for Mesh {
     fn drop(&mut self) {
-        self.close();
+        if self.process == std::process::id() {
+            self.close();
+        }
     }
 }
 
@@ -293,17 +309,27 @@ impl Inside {
     }
 
     /// Moves the messages of a call.
-    fn run(&mut self, own: usize, limit: Duration) -> std::result::Result<(), String> {
+    fn run(
+        &mut self,
+        own: usize,
+        limit: Duration,
+        handle_signals: fn() -> bool,
+    ) -> std::result::Result<(), String> {
         if let Some(failure) = self.failure.clone() {
             return Err(self.fail(failure));
         }
-        match self.move_all(own, limit) {
+        match self.move_all(own, limit, handle_signals) {
             Ok(()) => Ok(()),
             Err(failure) => Err(self.fail(failure)),
         }
     }
 
-    fn move_all(&mut self, own: usize, limit: Duration) -> std::result::Result<(), String> {
+    fn move_all(
+        &mut self,
+        own: usize,
+        limit: Duration,
+        handle_signals: fn() -> bool,
+    ) -> std::result::Result<(), String> {
         let size = self.peers.len();
         let order = || (own + 1..size).chain(0..own); // not all begin with the same member
         for rank in order() {
@@ -337,11 +363,14 @@ impl Inside {
             if left.is_zero() {
                 return Err(self.silence(limit));
             }
-            let milliseconds = i32::try_from(left.as_millis()).unwrap_or(i32::MAX).max(1);
+            let milliseconds = i32::try_from(left.min(SIGNAL_CHECK).as_millis()).unwrap_or(i32::MAX).max(1);
             // SAFETY: `polled` is valid for its length, and its descriptors are kept open by `peers`.
             let ready =
                 unsafe { libc::poll(polled.as_mut_ptr(), polled.len() as libc::nfds_t, milliseconds) };
             if ready <= 0 {
+                if !handle_signals() {
+                    return Err("a signal has ended the wait".into());
+                }
                 continue;
             }
             since = Instant::now();

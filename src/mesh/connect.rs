@@ -141,6 +141,10 @@ fn greet(mut stream: TcpStream, token: u128, rank: usize, end: Instant) -> std::
     let left = end.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
     stream.set_read_timeout(Some(left))?;
     let mut answer = [0];
-    stream.read_exact(&mut answer)?;
+    // The system's word for the end of this timeout is "temporarily unavailable".
+    stream.read_exact(&mut answer).map_err(|error| match error.kind() {
+        ErrorKind::WouldBlock => ErrorKind::TimedOut.into(),
+        _ => error,
+    })?;
     if answer == [WELCOME] { Ok(stream) } else { Err(ErrorKind::InvalidData.into()) }
 }

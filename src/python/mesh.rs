@@ -48,8 +48,22 @@ impl MeshListening {
         let limit = duration(seconds)?;
         let listening = self.0.lock().unwrap_or_else(PoisonError::into_inner).take();
         let listening = listening.ok_or_else(|| Error::invalid("connect: this was connected before"))?;
-        Ok(Mesh(py.detach(|| listening.connect(rank, &names, limit))?))
+        Ok(Mesh(py.detach(|| listening.connect(rank, &names, limit))?.with_signals(handle_signals)))
     }
+}
+
+/// Calls Python's signal handlers, which run in the main thread alone. Other threads may outlive the interpreter.
+///
+/// Returns whether none has raised an exception; [`result`] returns that.
+fn handle_signals() -> bool {
+    // SAFETY: both calls have no requirements.
+    let is_main_thread = unsafe { libc::gettid() == libc::getpid() };
+    !is_main_thread || Python::attach(|py| py.check_signals().map_err(|error| error.restore(py)).is_ok())
+}
+
+/// Returns why a call failed, or raises the exception of a signal handler.
+fn result(py: Python<'_>, result: std::result::Result<(), String>) -> PyResult<Option<String>> {
+    PyErr::take(py).map_or(Ok(result.err()), Err)
 }
 
 /// See [`mesh::Mesh`]. Memory is `(address, bytes)`.
@@ -77,7 +91,7 @@ impl Mesh {
         let parts = |all: &[Memory]| all.iter().copied().map(bytes).collect::<Vec<_>>();
         let (sends, receives) = (parts(&sends), parts(&receives));
         // SAFETY: `evermoe.comm.mesh`, the only caller, passes memory of tensors that it keeps until the call returns.
-        Ok(py.detach(|| unsafe { self.0.all_to_all(tag, &sends, &receives, limit) }.err()))
+        result(py, py.detach(|| unsafe { self.0.all_to_all(tag, &sends, &receives, limit) }))
     }
 
     #[allow(clippy::needless_pass_by_value)] // as above
@@ -94,7 +108,7 @@ impl Mesh {
             |all: &[(usize, Memory)]| all.iter().map(|&(rank, each)| (rank, bytes(each))).collect::<Vec<_>>();
         let (sends, receives) = (parts(&sends), parts(&receives));
         // SAFETY: as above.
-        Ok(py.detach(|| unsafe { self.0.exchange(tag, &sends, &receives, limit) }.err()))
+        result(py, py.detach(|| unsafe { self.0.exchange(tag, &sends, &receives, limit) }))
     }
 
     #[allow(clippy::needless_pass_by_value)] // as above

@@ -162,7 +162,8 @@ class Group:
     ) -> None:
         """Send each tensor to its rank and receive each tensor, in place, from its rank, at the same time.
 
-        Between two members, messages of a tag pair up in the order in which each side lists them. CPU tensors only.
+        Between two members, messages of a tag pair up in the order in which each side lists them. The tensors must be
+        contiguous and on the CPU.
 
         Args:
             sends: tensors and their destination ranks.

@@ -72,7 +72,7 @@ class Mesh:
 
     def all_reduce(self, tensor: Tensor) -> str | None:
         """Replace a tensor by its sum over all members; numbers of 16 bits are summed in float32 and rounded once."""
-        flat = tensor.detach().to("cpu").reshape(-1)
+        flat = tensor.detach().to("cpu").reshape(-1).contiguous()
         if flat.nbytes <= SMALL_BYTES:
             rows = flat.new_empty((self._size, len(flat)))
             failure = self._all_to_all(ALL_REDUCE, [_memory(flat)] * self._size, self._rows(rows))
@@ -150,6 +150,11 @@ class Mesh:
 
 
 def _memory(tensor: Tensor) -> _Memory:
+    if tensor.is_cuda or not tensor.is_contiguous():
+        raise ValueError(
+            f"expected a contiguous tensor on the CPU, got one on {tensor.device} of shape {tuple(tensor.shape)} and "
+            f"strides {tensor.stride()}"
+        )
     return tensor.data_ptr(), tensor.nbytes
 
 

@@ -81,6 +81,22 @@ def test_wrong_counts(send, receive):
         Group().all_to_all(torch.randn(4, 2), send, receive)
 
 
+def reduce_strided(group, elements):
+    memory = torch.arange(2.0 * elements).view(2, -1)
+    group.all_reduce(memory[:, ::2])
+    with pytest.raises(ValueError, match="expected a contiguous tensor on the CPU"):
+        group.exchange([(memory[:, ::2], 1 - group.rank)], [])
+    return memory
+
+
+@pytest.mark.parametrize("elements", [8, 60_000])
+def test_strided_tensors_are_summed_without_their_gaps_and_exchanged_by_none(tmp_path, elements):
+    expected = torch.arange(2.0 * elements).view(2, -1)
+    expected[:, ::2] *= 2
+    for found in run_threads(tmp_path, 2, reduce_strided, elements):
+        assert torch.equal(found, expected)
+
+
 def drop_and_try(group):
     """Rank 1 drops the group: the others get an error at once, and no rank can use the group any more."""
     if group.rank == 1:
