@@ -1,4 +1,4 @@
-//! Connecting the members: each listens, publishes its address with a token, and connects to those before it.
+//! Connecting the members: each listens, publishes its address with a token, and connects to all lower ranks.
 
 use super::call::Mesh;
 use crate::ensure;

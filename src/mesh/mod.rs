@@ -4,7 +4,7 @@
 //! message of each member, and not for a ring of neighbours or for another thread.
 //!
 //! Each message has a header of 16 bytes: its tag, the number of the collective, and its length. A message that nobody
-//! awaits yet is kept. Where the scripts of members differ, so that they meet in different collectives, the headers tell.
+//! awaits yet is kept. Where the scripts of members differ, so that they meet in different collectives, the headers show it.
 //!
 //! Any thread can close the connections, which ends all waits on both sides.
 
