@@ -199,7 +199,8 @@ fn strangers_are_closed_and_keep_no_member_out() {
     let listening = [Listening::open(None).unwrap(), Listening::open(None).unwrap()];
     let names: Vec<_> = listening.iter().map(|each| format!("127.0.0.1:{}", each.name())).collect();
     let port = |name: &str| name.split('/').next().unwrap().to_owned();
-    let mut silent = TcpStream::connect(port(&names[0])).unwrap();
+    let mut silent: Vec<_> = (0..9).map(|_| TcpStream::connect(port(&names[0])).unwrap()).collect();
+    silent[0].write_all(&[9]).unwrap();
     let mut guesses = TcpStream::connect(port(&names[0])).unwrap();
     guesses.write_all(&[9; 24]).unwrap();
     let [first, second] = listening;
@@ -210,7 +211,7 @@ fn strangers_are_closed_and_keep_no_member_out() {
         scope.spawn(move || send(&one, 1, 1, "here").unwrap());
         assert_eq!(receive(&other, 1, 0, 4, LIMIT).unwrap(), "here");
     });
-    for stranger in [&mut silent, &mut guesses] {
+    for stranger in silent.iter_mut().chain([&mut guesses]) {
         let mut rest = Vec::new();
         stranger.set_read_timeout(Some(LIMIT)).unwrap();
         let read = stranger.read_to_end(&mut rest);

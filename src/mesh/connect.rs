@@ -14,8 +14,8 @@ use std::time::{Duration, Instant};
 const HELLO_BYTES: usize = 24;
 /// Answer of the side that accepts.
 const WELCOME: u8 = 1;
-/// Time in which a connection must introduce itself; others wait meanwhile.
-const PATIENCE: Duration = Duration::from_secs(1);
+/// Maximum number of connections that have not introduced themselves; further ones are closed immediately.
+const MAX_STRANGERS: usize = 4096;
 
 /// A member that the others may connect to.
 #[derive(Debug)]
@@ -68,54 +68,89 @@ impl Listening {
         Mesh::new(rank, streams)
     }
 
-    /// Accepts the connections of the members after this one, by rank.
+    /// Accepts the connections of the members after this one, by rank. One that does not introduce itself is kept, and
+    /// keeps nobody out: it may be anyone's.
     fn accept(&self, rank: usize, size: usize, end: Instant) -> Result<Vec<TcpStream>> {
         let failed = |error| Error::io("waiting for the connections of other members", error);
         let mut found: Vec<Option<TcpStream>> = (rank + 1..size).map(|_| None).collect();
+        let mut strangers: Vec<Stranger> = Vec::new();
         self.listener.set_nonblocking(true).map_err(failed)?;
         while found.iter().any(Option::is_none) {
-            self.wait(end).map_err(failed)?;
-            let stream = match self.listener.accept() {
-                Ok((stream, _)) => stream,
-                Err(error) if error.kind() == ErrorKind::WouldBlock => continue,
+            self.wait(&strangers, end).map_err(failed)?;
+            match self.listener.accept() {
+                Ok((stream, _)) if strangers.len() < MAX_STRANGERS => strangers.extend(Stranger::new(stream)),
+                Ok(_) => {}
+                Err(error) if error.kind() == ErrorKind::WouldBlock => {}
                 Err(error) => return Err(failed(error)),
-            };
-            // A connection that does not introduce itself is closed: it may be anyone's.
-            if let Ok(other) = self.welcome(&stream)
-                && let Some(place) = other.checked_sub(rank + 1).and_then(|at| found.get_mut(at))
-            {
-                *place = Some(stream);
+            }
+            for mut each in std::mem::take(&mut strangers) {
+                match each.read() {
+                    Ok(true) => {
+                        let place = each.rank(self.token).and_then(|other| other.checked_sub(rank + 1));
+                        if let Some(place) = place.and_then(|at| found.get_mut(at))
+                            && each.stream.write_all(&[WELCOME]).is_ok()
+                        {
+                            *place = Some(each.stream);
+                        }
+                    }
+                    Ok(false) => strangers.push(each),
+                    Err(_) => {} // it is closed
+                }
             }
         }
         Ok(found.into_iter().flatten().collect())
     }
 
-    /// Waits for the next connection.
-    fn wait(&self, end: Instant) -> std::io::Result<()> {
+    /// Waits for the next connection, or for the introduction of one.
+    fn wait(&self, strangers: &[Stranger], end: Instant) -> std::io::Result<()> {
         let left = end.saturating_duration_since(Instant::now());
         if left.is_zero() {
             return Err(ErrorKind::TimedOut.into());
         }
-        let mut polled = libc::pollfd { fd: self.listener.as_raw_fd(), events: libc::POLLIN, revents: 0 };
+        let descriptors = strangers.iter().map(|each| each.stream.as_raw_fd());
+        let mut polled: Vec<_> = std::iter::once(self.listener.as_raw_fd())
+            .chain(descriptors)
+            .map(|fd| libc::pollfd { fd, events: libc::POLLIN, revents: 0 })
+            .collect();
         let milliseconds = i32::try_from(left.as_millis()).unwrap_or(i32::MAX).max(1);
-        // SAFETY: `polled` is one valid pollfd, whose descriptor the listener keeps open.
-        unsafe { libc::poll(&raw mut polled, 1, milliseconds) };
+        // SAFETY: `polled` is valid for its length, and the listener and `strangers` keep its descriptors open.
+        unsafe { libc::poll(polled.as_mut_ptr(), polled.len() as libc::nfds_t, milliseconds) };
         Ok(())
     }
+}
 
-    /// Returns the rank of the member that has connected.
-    fn welcome(&self, mut stream: &TcpStream) -> std::io::Result<usize> {
-        stream.set_nonblocking(false)?;
-        stream.set_read_timeout(Some(PATIENCE))?;
-        let mut hello = [0; HELLO_BYTES];
-        stream.read_exact(&mut hello)?;
-        let (token, rank) = hello.split_at(16);
-        if token != self.token {
-            return Err(ErrorKind::PermissionDenied.into());
+/// A connection that has not introduced itself, and what it has said so far.
+#[derive(Debug)]
+struct Stranger {
+    stream: TcpStream,
+    said: Vec<u8>,
+}
+
+impl Stranger {
+    fn new(stream: TcpStream) -> Option<Self> {
+        stream.set_nonblocking(true).ok()?;
+        Some(Self { stream, said: Vec::new() })
+    }
+
+    /// Reads what has come; returns whether that is all.
+    fn read(&mut self) -> std::io::Result<bool> {
+        let mut more = [0; HELLO_BYTES];
+        match self.stream.read(&mut more[self.said.len()..]) {
+            Ok(0) => Err(ErrorKind::UnexpectedEof.into()),
+            Ok(n) => {
+                let start = self.said.len();
+                self.said.extend_from_slice(&more[start..start + n]);
+                Ok(self.said.len() == HELLO_BYTES)
+            }
+            Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted) => Ok(false),
+            Err(error) => Err(error),
         }
-        stream.write_all(&[WELCOME])?;
-        let rank = rank.iter().rev().fold(0, |rank, &byte| rank << 8 | u64::from(byte));
-        usize::try_from(rank).map_err(|_| ErrorKind::InvalidData.into())
+    }
+
+    /// Returns the rank of the member that it is, if it knows the token.
+    fn rank(&self, token: [u8; 16]) -> Option<usize> {
+        let rank: [u8; 8] = self.said.strip_prefix(&token)?.try_into().ok()?;
+        usize::try_from(u64::from_le_bytes(rank)).ok()
     }
 }
 
