@@ -158,6 +158,7 @@ bench: package ## Run the benches on this CPU: ops, planners, optimizers, sessio
 	$(BIN)/python benches/bench_overlap.py
 	$(BIN)/python benches/bench_transformers.py
 	$(BIN)/python benches/bench_transport.py
+	$(BIN)/python benches/bench_collectives.py
 	$(BIN)/python benches/bench_account.py
 	$(BIN)/python benches/bench_recovery.py
 	$(BIN)/python benches/bench_pipeline_recovery.py

@@ -41,7 +41,7 @@ const IMPURE: [&str; 17] = [
 ];
 
 /// Module, and the modules of the crate that it may import, as `src/lib.rs` says.
-const LAYERS: [(&str, &[&str]); 24] = [
+const LAYERS: [(&str, &[&str]); 25] = [
     ("error", &[]),
     ("background", &[]),
     ("numa", &[]),
@@ -51,6 +51,7 @@ const LAYERS: [(&str, &[&str]); 24] = [
     ("placement", &["error", "dispatch", "random"]),
     ("protocol", &["error", "secret"]),
     ("reachability", &["error", "secret"]),
+    ("mesh", &["error", "reachability"]),
     ("transport", &["error", "reachability", "secret"]),
     ("recovery", &["error", "protocol"]),
     ("schedule", &["error", "placement"]),

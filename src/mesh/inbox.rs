@@ -1,6 +1,6 @@
 //! Messages of one member as they come: into the memory that awaits them, or kept for later.
 
-use super::call::Bytes;
+use super::bytes::Bytes;
 use super::{HEADER_BYTES, Header};
 use std::collections::VecDeque;
 use std::io::{ErrorKind, Read};

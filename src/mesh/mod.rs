@@ -8,11 +8,13 @@
 //!
 //! Any thread can close the connections, which ends all waits on both sides.
 
+mod bytes;
 mod call;
 mod connect;
 mod inbox;
 
-pub use call::{Bytes, Mesh};
+pub use bytes::Bytes;
+pub use call::Mesh;
 pub use connect::Listening;
 
 /// Bit of the tags that are those of collectives, in which all members take part in the same order.

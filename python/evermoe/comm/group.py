@@ -206,8 +206,10 @@ class Group:
             self.on_begin(name, on_stream)
             self.on_wait(True)
             self.waiting = time.monotonic() if is_timed else None
-            failure = run() if nccl is None or launch is None else self._launch(nccl, launch)
-            self.waiting = None
+            try:
+                failure = run() if nccl is None or launch is None else self._launch(nccl, launch)
+            finally:  # a signal handler may raise while this member waits
+                self.waiting = None
             if failure is not None:
                 failure = self.broken or failure
                 self.timed_out = self.timed_out or failure.startswith("timed out")
