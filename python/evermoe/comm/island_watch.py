@@ -36,6 +36,8 @@ class IslandWatch:
         self._broken_at = 0.0
         self._is_over = threading.Event()
         self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+        """Held to begin and to end, as any thread may drop the group."""
 
     @classmethod
     def of(cls, island: Island | None, reach: Reachability, limit: float) -> IslandWatch | None:
@@ -57,12 +59,13 @@ class IslandWatch:
 
     def drop_alone(self, reason: str) -> None:
         """Begin to probe, as the session's group is broken."""
-        if self._others and self._thread is None and not self._is_over.is_set():
-            self._broken_at = time.monotonic()
-            self._thread = threading.Thread(
-                target=self._probe, args=[self._is_over], name="evermoe-island", daemon=True
-            )
-            self._thread.start()
+        with self._lock:
+            if self._others and self._thread is None and not self._is_over.is_set():
+                self._broken_at = time.monotonic()
+                self._thread = threading.Thread(
+                    target=self._probe, args=[self._is_over], name="evermoe-island", daemon=True
+                )
+                self._thread.start()
 
     def awaits_slow(self, named: Collection[str]) -> bool:
         """Return whether a process of the island answers that is not in a set of the Lighthouse, and may still ask.
@@ -78,8 +81,9 @@ class IslandWatch:
 
     def end(self) -> None:
         """Stop to probe."""
-        self._is_over.set()
-        thread, self._thread = self._thread, None
+        with self._lock:
+            self._is_over.set()
+            thread, self._thread = self._thread, None
         if thread is not None:
             thread.join()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from datetime import timedelta
 from types import SimpleNamespace
 
@@ -146,3 +148,24 @@ def test_an_island_waits_for_a_process_that_answers_and_is_slow_to_ask():
         watch.end()
         own.close()
         other.close()
+
+
+def test_the_watch_of_an_island_ends_though_another_thread_has_just_begun_it(monkeypatch):
+    own = Reachability("a", find_endpoint(None, [ADDRESS]))
+    watch = IslandWatch(Island("x", 0, 2), own, 60.0)
+    begins, start = threading.Event(), threading.Thread.start
+
+    def start_late(thread):
+        if thread.name == "evermoe-island":
+            begins.set()
+            time.sleep(0.2)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_late)
+    watch.connect([("a", own.address), ("b", own.address)], 0)
+    dropping = threading.Thread(target=watch.drop_alone, args=["a peer is lost"])
+    dropping.start()
+    assert begins.wait(PATIENCE)
+    watch.end()
+    dropping.join()
+    own.close()
