@@ -40,12 +40,12 @@ fn a_snapshot_every_few_steps_is_complete_a_step_after_it_began() {
 fn one_snapshot_of_each_step_makes_all_of_them_follow_one_schedule() {
     let mut kinds = [EVERY_THIRD; 6];
     (kinds[1], kinds[2]) = (EACH_STEP, CopyKind::Replayed);
-    let copies = copies(kinds, version_of(0, 0));
+    let copies = copies(kinds, version_of(3, 0));
     assert!(copies.is_late());
-    let steps = history((0..=4).map(|step| (0, step)));
+    let steps = history((0..=4).map(|step| (3, step)));
     assert_eq!(copies.version(0, &steps), copies.version(1, &steps));
     assert_eq!(copies.late(&steps), Some(copies.version(1, &steps)));
-    assert_eq!(copies.version(2, &steps), version_of(0, 4), "a replica has every step");
+    assert_eq!(copies.version(2, &steps), version_of(3, 4), "a replica has every step");
     assert_eq!((copies.version_bytes(0, &units(true)), copies.version_bytes(2, &units(true))), (100, 10));
     let held = copies.held(&steps);
     let of = |unit: usize| {
@@ -53,10 +53,10 @@ fn one_snapshot_of_each_step_makes_all_of_them_follow_one_schedule() {
     };
     assert_eq!(
         of(2),
-        [(9, version_of(0, 4)), (9, version_of(0, 0))],
+        [(9, version_of(3, 4)), (9, version_of(3, 0))],
         "and can be brought to the others' version"
     );
-    assert_eq!(of(0), [(9, version_of(0, 0)), (7, version_of(0, 0))], "its sender has the snapshot, too");
+    assert_eq!(of(0), [(9, version_of(3, 0)), (7, version_of(3, 0))], "its sender has the snapshot, too");
 }
 
 #[test]
