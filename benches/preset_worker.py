@@ -28,7 +28,7 @@ from torchft.process_group import ProcessGroupWrapper
 
 import evermoe
 from evermoe.checkpoint import checkpoint_folder, unit_files
-from evermoe.comm.group import Group
+from evermoe.comm.begun import Begun
 from evermoe.demo.corpus import Corpus
 from evermoe.demo.model import ByteGPT
 from evermoe.presets import BY_NAME
@@ -191,12 +191,26 @@ def thread_times():
     return found
 
 
+BEGUN = []
+"""Grows with each collective of evermoe's groups, whose own counters begin again with a step."""
+
+
+def count_collectives():
+    """Count the collectives of evermoe's groups from now on."""
+    add = Begun.add
+
+    def count(begun, name, tensor):
+        BEGUN.append(None)
+        add(begun, name, tensor)
+
+    Begun.add = count
+
+
 def collectives():
     """Return the number of collectives begun so far by the groups of torch, torchft and evermoe in this process."""
     wrapped = [each._pg for each in gc.get_objects() if is_wrapper(each)]
     groups = {id(each): each for each in (*dist.distributed_c10d._world.pg_map, *wrapped)}
-    own = sum(each.begun.count for each in gc.get_objects() if isinstance(each, Group))
-    return own + sum(group._get_sequence_number_for_group() for group in groups.values())
+    return len(BEGUN) + sum(group._get_sequence_number_for_group() for group in groups.values())
 
 
 def is_wrapper(value):
@@ -387,6 +401,7 @@ def report(message):
 
 
 def main():
+    count_collectives()
     made = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     made.add_argument("name", help="a preset, or one of " + ", ".join((*BASELINES, *LOOPS)))
     made.add_argument("--folder", required=True, help="folder in memory that all workers of this candidate share")
