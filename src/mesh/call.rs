@@ -50,13 +50,14 @@ pub struct Mesh {
     inside: Mutex<Inside>,
     /// The process that has connected the members. A fork of it shares the sockets, and must not close them.
     process: u32,
-    /// Handles signals while a call waits; the call fails if it returns false.
-    handle_signals: fn() -> bool,
 }
 
 #[derive(Debug)]
 struct Inside {
+    rank: usize,
     peers: Vec<Option<Peer>>,
+    /// Handles signals while a call waits; the call fails if it returns false.
+    handle_signals: fn() -> bool,
     /// Number of collectives so far.
     number: u32,
     /// Failure after which there are no more calls.
@@ -99,14 +100,14 @@ impl Mesh {
             peers.push(stream.map(|stream| Peer::new(Arc::new(stream))));
         }
         let streams = peers.iter().map(|peer| peer.as_ref().map(|peer| peer.stream.clone())).collect();
-        let inside = Mutex::new(Inside { peers, number: 0, failure: None });
-        Ok(Self { rank, streams, inside, process: std::process::id(), handle_signals: || true })
+        let inside = Inside { rank, peers, handle_signals: || true, number: 0, failure: None };
+        Ok(Self { rank, streams, inside: Mutex::new(inside), process: std::process::id() })
     }
 
     /// Calls a function while a call waits, at once or within 1 s of a signal. The call fails if it returns false.
     #[must_use]
-    pub fn with_signals(mut self, handle_signals: fn() -> bool) -> Self {
-        self.handle_signals = handle_signals;
+    pub fn with_signals(self, handle_signals: fn() -> bool) -> Self {
+        self.lock().handle_signals = handle_signals;
         self
     }
 
@@ -155,7 +156,7 @@ impl Mesh {
                 peer.awaited.push_back(frame(number, receives[rank]));
             }
         }
-        inside.run(self.rank, limit, self.handle_signals)
+        inside.run(limit)
     }
 
     /// Sends messages to members, and receives some from them. A failure is returned as its reason.
@@ -190,7 +191,7 @@ impl Mesh {
                 peer.awaited.push_back(frame(bytes));
             }
         }
-        inside.run(self.rank, limit, self.handle_signals)
+        inside.run(limit)
     }
 
     /// Sends a message to members without waiting until they have room for it. A failure is returned as its reason.
@@ -266,28 +267,13 @@ impl Inside {
     }
 
     /// Moves the messages of a call.
-    fn run(
-        &mut self,
-        own: usize,
-        limit: Duration,
-        handle_signals: fn() -> bool,
-    ) -> std::result::Result<(), String> {
-        if let Some(failure) = self.failure.clone() {
-            return Err(self.fail(failure));
-        }
-        match self.move_all(own, limit, handle_signals) {
-            Ok(()) => Ok(()),
-            Err(failure) => Err(self.fail(failure)),
-        }
+    fn run(&mut self, limit: Duration) -> std::result::Result<(), String> {
+        let moved = self.failure.clone().map_or_else(|| self.move_all(limit), Err);
+        moved.map_err(|failure| self.fail(failure))
     }
 
-    fn move_all(
-        &mut self,
-        own: usize,
-        limit: Duration,
-        handle_signals: fn() -> bool,
-    ) -> std::result::Result<(), String> {
-        let size = self.peers.len();
+    fn move_all(&mut self, limit: Duration) -> std::result::Result<(), String> {
+        let (own, size) = (self.rank, self.peers.len());
         let order = || (own + 1..size).chain(0..own); // not all begin with the same member
         for rank in order() {
             if let Some(peer) = &mut self.peers[rank] {
@@ -325,7 +311,7 @@ impl Inside {
             let ready =
                 unsafe { libc::poll(polled.as_mut_ptr(), polled.len() as libc::nfds_t, milliseconds) };
             if ready <= 0 {
-                if !handle_signals() {
+                if !(self.handle_signals)() {
                     return Err("a signal has ended the wait".into());
                 }
                 continue;

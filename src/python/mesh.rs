@@ -1,21 +1,16 @@
 //! Python bindings of [`crate::mesh`].
 
-use crate::error::{Error, Result};
+use super::duration;
+use crate::error::Error;
 use crate::mesh::{self, Bytes};
 use pyo3::prelude::*;
 use std::net::IpAddr;
 use std::sync::{Mutex, PoisonError};
-use std::time::Duration;
 
 pub(super) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("MESH_COLLECTIVE", mesh::COLLECTIVE)?;
     module.add_class::<MeshListening>()?;
     module.add_class::<Mesh>()
-}
-
-fn duration(seconds: f64) -> Result<Duration> {
-    Duration::try_from_secs_f64(seconds)
-        .map_err(|error| Error::invalid(format!("seconds: {error}, got {seconds}")))
 }
 
 /// See [`mesh::Listening`].

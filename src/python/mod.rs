@@ -21,7 +21,15 @@ mod snapshot;
 mod store;
 mod transport;
 
+use crate::error::{Error, Result};
 use pyo3::prelude::*;
+use std::time::Duration;
+
+/// Converts seconds, as Python passes them.
+fn duration(seconds: f64) -> Result<Duration> {
+    Duration::try_from_secs_f64(seconds)
+        .map_err(|error| Error::invalid(format!("seconds: {error}, got {seconds}")))
+}
 
 #[pymodule]
 fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {

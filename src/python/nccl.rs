@@ -1,13 +1,12 @@
 //! Python bindings of [`crate::nccl`].
 
 use super::chunks::stream;
-use crate::error::{Error, Result};
+use super::duration;
 use crate::nccl::{Communicator, UniqueId, wait_for_aborts};
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 use std::ffi::{c_int, c_void};
 use std::sync::Arc;
-use std::time::Duration;
 
 pub(super) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(nccl_unique_id, module)?)?;
@@ -26,11 +25,6 @@ fn nccl_unique_id(py: Python<'_>) -> PyResult<Bound<'_, PyBytes>> {
 fn wait_for_nccl_aborts(py: Python<'_>, seconds: f64) -> PyResult<bool> {
     let limit = duration(seconds)?;
     Ok(py.detach(|| wait_for_aborts(limit)))
-}
-
-fn duration(seconds: f64) -> Result<Duration> {
-    Duration::try_from_secs_f64(seconds)
-        .map_err(|error| Error::invalid(format!("seconds: {error}, got {seconds}")))
 }
 
 fn pointer(address: usize) -> *mut c_void {

@@ -182,7 +182,7 @@ class Group:
 
         The ranks must have received the messages of the previous call.
         """
-        failure = self._mesh.post(tensor, ranks, tag) if self.broken is None else None
+        failure = self._mesh.post(tensor, ranks, tag) if self.broken is None and self.size > 1 else None
         if failure is not None:
             self.drop(failure)
 
