@@ -33,6 +33,8 @@ class Activity:
         self.read = BatchRead()
         self.epoch = 0
         """Name of the group that is watched."""
+        self.gave_up = False
+        """Whether it has waited for others until `hang_timeout` in the latest group."""
         self._is_training = self._is_waiting = False
         for group in groups:
             group.on_wait = self._on_wait

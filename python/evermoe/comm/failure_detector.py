@@ -107,6 +107,7 @@ class FailureDetector:
         if self._detector is None:
             return
         gave_up, epoch = any(group.timed_out for group in self._all_groups()), self.activity.epoch
+        self.activity.gave_up = gave_up
         self._reach.set_status(gave_up=epoch if gave_up else 0)
         self._reach.probe_group(self._members, self.silent)
         answers = self._reach.answers

@@ -243,20 +243,25 @@ class Evaluations:
 
     # ---- a recovery
 
-    def agree(self, everyone: Group, *, trains: bool) -> None:
+    def agree(self, everyone: Group, *, trains: bool, gave_up: bool) -> None:
         """Gather who was in an evaluation and who has finished it; collective.
+
+        Args:
+            everyone: all members.
+            trains: whether this member trains.
+            gave_up: whether it has waited for others until the time limit.
 
         Raises:
             UnequalForwards: a member has not come to an evaluation in which others waited for it.
         """
-        found = gather_json(everyone, self._report() if trains else {"stopped": self.stopped})
+        found = gather_json(everyone, self._report(gave_up) if trains else {"stopped": self.stopped})
         trainers = [each for each in found if "step" in each]
         _refuse_absent(trainers)
         stops = [each["stopped"] for each in found if each["stopped"] is not None]
         self.stopped = min(stops, default=None)
         self._inside = [each["rank"] for each in trainers if each["is_pending"]]
         self.substitute.name = next((each["weights"] for each in trainers if each["weights"] is not None), None)
-        done = [] if self._work is None else _done(self._report(), trainers)
+        done = [] if self._work is None else _done(self._report(gave_up), trainers)
         if done:
             self._work, self._found = None, done[0]["result"]
         if trains and self._work is None:
@@ -264,13 +269,13 @@ class Evaluations:
             latest = max(pending or trainers, key=lambda each: (each["step"], each["finished"]))
             self._progress = _Progress(latest["step"], latest["finished"], latest["result"])
 
-    def _report(self) -> dict[str, Any]:
+    def _report(self, gave_up: bool) -> dict[str, Any]:
         return {
             "rank": self._group.rank,
             "node": self._node,
             "generation": self._generation,
             "purpose": self._meeting.purpose,
-            "is_vain": self._meeting.is_vain,
+            "gave_up": gave_up,
             "is_pending": self._work is not None,
             "was_cut": self._was_cut,
             "stopped": self.stopped,
@@ -358,11 +363,12 @@ def _done(mine: dict[str, Any], found: list[dict[str, Any]]) -> list[dict[str, A
 
 def _refuse_absent(found: list[dict[str, Any]]) -> None:
     for waiting in found:
-        if not waiting["is_vain"] or waiting["purpose"] not in (Purpose.EVALUATION, Purpose.ALONE):
+        if waiting["purpose"] not in (Purpose.EVALUATION, Purpose.ALONE):
             continue
         for other in found:
             is_inside = other["purpose"] is not None or other["is_pending"] or other["was_cut"]
-            if other["generation"] == waiting["generation"] and not is_inside:
+            gave_up = waiting["gave_up"] or other["gave_up"]  # both wait, and one of them gives up first
+            if gave_up and other["generation"] == waiting["generation"] and not is_inside:
                 what = "session.alone()" if waiting["purpose"] == Purpose.ALONE else "an evaluation"
                 raise UnequalForwards(
                     f"rank {other['rank']} on {other['node']} did not come to {what} in which rank {waiting['rank']} "

@@ -58,8 +58,6 @@ class Meeting:
         self._come: dict[int, Tensor] = {}
         self.purpose: Purpose | None = None
         """Purpose of this member's latest meeting if that failed, until the next meeting; else None."""
-        self.is_vain = False
-        """Whether it has waited for them until the time limit."""
         self.is_elsewhere = False
         """Whether the latest meeting ended because another member was elsewhere."""
 
@@ -77,16 +75,12 @@ class Meeting:
             PeerLost: a member is gone, or has not come in time. UnequalForwards: members came for different purposes.
         """
         group = self._group
-        self.purpose, self.is_vain = mine, False
+        self.purpose = mine
         others = [rank for rank in range(group.size) if rank != group.rank]
         self._come = {rank: torch.full((1,), NOT_COME, dtype=torch.int64, device="cpu") for rank in others}
         message = torch.tensor([int(mine)], device="cpu")
-        try:
-            sends, receives = [(message, rank) for rank in others], [(self._come[rank], rank) for rank in others]
-            group.exchange(sends, receives, MEETING, limit)
-        except PeerLost:
-            self.is_vain = group.timed_out
-            raise
+        sends, receives = [(message, rank) for rank in others], [(self._come[rank], rank) for rank in others]
+        group.exchange(sends, receives, MEETING, limit)
         if group.broken is not None:
             raise PeerLost(group.broken)
         self.purpose = None

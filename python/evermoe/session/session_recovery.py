@@ -246,7 +246,8 @@ class RecoveryDriver(TrainingDriver):
         """
         self.run.meet()
         self._calls.check(self._membership.everyone)
-        self.evaluations.agree(self._membership.everyone, trains=self._trains)
+        gave_up = self._membership.failure_detector.activity.gave_up
+        self.evaluations.agree(self._membership.everyone, trains=self._trains, gave_up=gave_up)
         self.saving.before_update()
         history = self.history
         history.reason = self.lost.note(step_of(version), history.reason)

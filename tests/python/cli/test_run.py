@@ -150,9 +150,12 @@ def test_a_lost_worker_and_the_recovery_are_logged_once_and_what_asks_for_a_mach
     (asked,) = (tmp_path / "asked").read_text().splitlines()
     assert re.fullmatch(r"\S+-\d+ process", asked)
     (lost,) = [line for line in said.splitlines() if line.startswith("lost ")]
-    assert lost.endswith(" in step 4: its process has ended, its host answers; 2 members left of 3")
+    # The others may still be at the end of step 3, which then is not committed.
+    step = re.search(r" in step ([34]): its process has ended, its host answers; 2 members left of 3$", lost)
+    assert step is not None, lost
     (resumed,) = [line for line in said.splitlines() if line.startswith("training resumes")]
-    assert re.match(r"training resumes at step 4 with 2 members after \d+\.\d\d s \(agree .*verify \d", resumed)
+    begin = rf"training resumes at step {step[1]} with 2 members after \d+\.\d\d s \(agree .*verify \d"
+    assert re.match(begin, resumed)
     assert resumed.endswith("; no committed step is lost")
 
 

@@ -24,6 +24,7 @@ BATCHES = [worker.dataset()[start : start + 7] for start in (0, 7, 14, 21, 28)]
 """Five, so that members of two or three have different numbers of them; and one is smaller."""
 BATCHES[-1] = BATCHES[-1][:2]
 LONG_SECONDS = 6.0
+SHORT_SECONDS = 0.7
 
 
 def sums(session: evermoe.Session, batch: torch.Tensor) -> dict[str, Any]:
@@ -86,6 +87,12 @@ class Script:
         if self.options.name != "b" or self.session.step != 2:
             with self.session.evaluation():
                 logits_loss(self.session.model, BATCHES[0])
+
+    def skip_first(self) -> None:
+        """As `skip`; the member that skips waits for longer than the others."""
+        if self.options.name != "b" and self.session.step == 2:
+            time.sleep(SHORT_SECONDS)
+        self.skip()
 
     def alone(self) -> None:
         if self.session.step != 2:
@@ -158,6 +165,7 @@ AFTER_STEP = {
     "cut": Script.cut,
     "generate": Script.generate,
     "skip": Script.skip,
+    "skip_first": Script.skip_first,
     "alone": Script.alone,
     "save": Script.save,
     "checkpoint": Script.checkpoint,

@@ -87,9 +87,10 @@ def test_generation_of_different_lengths_needs_no_recovery_and_all_members_may_l
         assert each.events("done")[-1]["step"] == 4
 
 
-def test_member_that_skips_an_evaluation_is_named(start_job):
+@pytest.mark.parametrize("name", ["skip", "skip_first"])
+def test_member_that_skips_an_evaluation_is_named(start_job, name):
     job = start_job(2, hang_timeout=2.0)
-    workers = job.start_all({}, "ab", steps=STEPS, **scenario("skip"))
+    workers = job.start_all({}, "ab", steps=STEPS, **scenario(name))
     assert [each.join() for each in workers] == [1, 1]
     for each in workers:
         failed = each.events("failed")[-1]
