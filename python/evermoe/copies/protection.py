@@ -128,9 +128,8 @@ class Protection:
         self.plan = order_by_risk(plan, infos, ranks, copies)
         replayable = {info.name for info in infos if info.replayable}
         self.selection.replan(self.plan, self.active, self._membership.num_trainers, replayable)
-        copies_late = plan.is_late(self.options.choices, self.options.replication)
         still = {info.name: facts.still for info, facts in zip(infos, about, strict=True)}
-        assignment = Assignment(self.plan, self.active, generation, member, copies_late, copies, bucket_bytes, still)
+        assignment = Assignment(self.plan, self.active, generation, member, plan.is_late, copies, bucket_bytes, still)
         is_roomy = has_room(assignment, self.state, self._membership, self.options, self.store.directory)
         waits = waits or not self.options.replication or any(each["failed"] for each in everyone)
         in_background = self.first.begin_plan(copies, waits=waits, has_room=is_roomy)

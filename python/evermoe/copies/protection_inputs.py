@@ -217,8 +217,7 @@ def expected_arenas(
     infos = unit_infos(state, active, about)
     ranks = [RankInfo(node, 1 << 62, does) for node, does in zip(nodes, trains, strict=True)]
     plan = plan_copies(options, infos, ranks)
-    is_late = plan.is_late(options.choices, options.replication)
-    assignment = Assignment(plan, active, 0, "", is_late, NO_COPIES)
+    assignment = Assignment(plan, active, 0, "", plan.is_late, NO_COPIES)
     planned = [each for part in planned_bundles(assignment, options) for each in part]
     sizes = dict(state.catalog.sizes())
     return max((arena_sizes(planned, rank, sizes) for rank in range(len(nodes))), key=sum)

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from evermoe import _native
 from evermoe.planning.placement import failure_domains
-from evermoe.planning.presets import Preset, PresetName
+from evermoe.planning.presets import PresetName
 from evermoe.planning.survival import copy_recovery_probability
 
 Kind = Literal["active", "replayed", "snapshot"]
@@ -111,10 +111,10 @@ class ProtectionPlan:
     def __post_init__(self) -> None:
         self.by_unit.update({each.unit: each for each in self.units})
 
-    def is_late(self, preset: Preset, replication: int) -> bool:
-        """Return whether copies of a step are made during the next one, and complete at its vote."""
-        has_latest = any(each.kind == "snapshot" and each.period == 1 for each in self.units)
-        return replication > 0 and (preset.copies_late or has_latest)
+    @property
+    def is_late(self) -> bool:
+        """Whether copies of a step are made during the next one, and complete at its vote."""
+        return any(each.kind == "snapshot" and each.period == 1 for each in self.units)
 
 
 def plan_protection(

@@ -309,7 +309,7 @@ class Seating:
     @cached_property
     def copies_late(self) -> bool:
         """Whether copies of a step are made during the next one."""
-        return self._plan.is_late(self.options.choices, self.options.replication)
+        return self._plan.is_late
 
     @cached_property
     def held_RE(self) -> NDArray[np.bool_]:
