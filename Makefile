@@ -110,10 +110,8 @@ campaign: package ## Inject faults of each kind in real jobs under each preset, 
 $(MUTANTS):
 	cargo install --quiet --locked --root target/tools cargo-mutants@$(MUTANTS_VERSION)
 
-# Each takes a build; out/mutants.out/missed.txt lists those that no test notices.
-test-mutants: $(MUTANTS) ## Plant mistakes in the engine and the planners, thousands, one at a time; SHARD=0/50 is the first of 50 parts
-	$(WITHOUT_KERNELS) $(MUTANTS) mutants --no-default-features --output out $(addprefix --shard ,$(SHARD)) \
-	  $(patsubst %,-f 'src/%/**',engine selection placement schedule) -C=--lib -C=--test=all -- -- --skip simulate::
+test-mutants: $(MUTANTS) ## Plant mistakes in the engine and the planners, one at a time; FOLDERS=engine for those of src/engine
+	$(BIN)/python tests/mutants.py $(FOLDERS)
 
 test-torch: package ## Test this build on the oldest and the newest supported torch, or on TORCH_VERSIONS
 	for version in $(TORCH_VERSIONS); do tests/on_torch.sh $$version || exit 1; done

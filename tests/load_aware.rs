@@ -198,6 +198,22 @@ fn case() -> impl Strategy<Value = Case> {
     )
 }
 
+/// A few layers of a few experts, most of which have tokens, on few ranks: units must be moved between these.
+fn small_case() -> impl Strategy<Value = Case> {
+    let shape = prop_oneof![Just([3_usize, 4_usize]), Just([4, 3]), Just([6, 2])];
+    (shape, 1_usize..3, 2_i64..5, 0_u64..50).prop_flat_map(|(shape, each, ranks, checkpoint)| {
+        let tokens = prop::collection::vec(0_i64..9, 12);
+        (tokens, prop::collection::vec(0..ranks, 12)).prop_map(move |(tokens, ranks)| Case {
+            shape,
+            tokens,
+            waiting: vec![0; 12],
+            ranks,
+            each,
+            checkpoint,
+        })
+    })
+}
+
 /// The largest flow from node 0 to the last node: Ford and Fulkerson, one unit at a time.
 fn largest_flow(mut room: Vec<Vec<usize>>) -> usize {
     fn push(room: &mut [Vec<usize>], at: usize, seen: &mut [bool]) -> bool {
@@ -254,6 +270,11 @@ proptest! {
         if level > case.share() {
             prop_assert!(!is_possible(&case, level - 1), "{} would do: {:?}", level - 1, case);
         }
+    }
+
+    #[test]
+    fn it_is_the_best_of_all_choices_of_twelve_experts(case in small_case()) {
+        prop_assert_eq!(case.cells(&case.choose()), case.best(), "{:?}", case);
     }
 
     #[test]

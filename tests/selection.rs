@@ -2,7 +2,9 @@
 //! sizes.
 
 use super::common::all;
-use evermoe::selection::{ModuleShard, Selection, TokenLedger, budget, sequential, shard_modules};
+use evermoe::selection::{
+    ModuleShard, Selection, TokenLedger, budget, place_owners, sequential, shard_modules,
+};
 use proptest::prelude::*;
 
 fn size(selection: &Selection) -> usize {
@@ -298,4 +300,43 @@ proptest! {
             prop_assert!(parts.is_empty() || room(load.saturating_sub(alignment)) < total, "{} of {:?}", load, parts);
         }
     }
+}
+
+#[test]
+fn an_error_names_the_expert() {
+    let mut ledger = TokenLedger::new(3, 4, 1, 1.0).unwrap();
+    let mut counts = [0; 12];
+    counts[6] = 5;
+    ledger.add(&counts).unwrap();
+    let newer = counts.map(|count| count + 1);
+    let refused = ledger.copied_without(&[vec![], vec![2], vec![]], &newer).unwrap_err().to_string();
+    assert!(refused.contains("layer 1 expert 2 has 6; expected 0 to 5"), "{refused}");
+    let refused = ledger.lose(&[vec![], vec![2], vec![]], Some(&newer)).unwrap_err().to_string();
+    assert!(refused.contains("layer 1 expert 2 has 6; expected 0 to 5"), "{refused}");
+    counts[6] = i64::MAX;
+    let refused = ledger.add(&counts).unwrap_err().to_string();
+    assert!(refused.contains("layer 1 expert 2 has 9223372036854775807 tokens after 5"), "{refused}");
+    counts[6] = -1;
+    let refused = ledger.add(&counts).unwrap_err().to_string();
+    assert!(refused.contains("layer 1 expert 2 has -1 tokens"), "{refused}");
+}
+
+#[test]
+fn units_stay_with_their_owners_up_to_a_tenth_above_the_level() {
+    let none = || vec![vec![]; 3];
+    for (bytes, active, copies, loads, wanted) in [
+        // Level 20: 22 bytes have room on rank 1, nothing else next to them.
+        ([22, 18, 20], [1, 1, 1], none(), [0, 0, 0], [1, 2, 0]),
+        ([23, 18, 19], [1, 1, 1], none(), [0, 0, 0], [0, 2, 1]),
+        // A rank with a copy, before the one with the fewest bytes.
+        ([20, 20, 20], [0, 0, 0], vec![vec![], vec![2], vec![1, 2]], [0, 0, 0], [0, 2, 1]),
+        // Experts count, too: level 30.
+        ([10, 20, 20], [0, 0, 1], none(), [25, 10, 5], [0, 2, 1]),
+    ] {
+        let active = active.map(|rank| vec![rank]);
+        let found = place_owners(&bytes, &active, &copies, &loads).unwrap();
+        assert_eq!(found, wanted, "{bytes:?} {copies:?} {loads:?}");
+    }
+    assert!(place_owners(&[1], &[vec![2]], &[vec![]], &[0, 0]).is_err(), "there is no rank 2");
+    assert!(place_owners(&[1], &[vec![0]], &[], &[0, 0]).is_err());
 }

@@ -102,7 +102,7 @@ impl Copies {
             let is_captured = is_captured(each);
             let sender = is_captured.then_some(each.primary);
             let nodes: Vec<usize> = sender.into_iter().chain(each.holders.iter().copied()).collect();
-            if !nodes.is_empty() && bytes > 0 {
+            if !nodes.is_empty() {
                 let alone = (!is_captured).then_some(unit); // a replayed copy is made alone
                 add(unit, nodes, bytes, is_captured, (alone, each.kind.period()));
             }
@@ -124,5 +124,32 @@ impl Copies {
             each.own.clear();
         }
         self
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Of two copies for which a node has no room, the snapshot is made: its sender has captured it.
+    #[test]
+    fn snapshots_have_room_before_replicas() {
+        let units = Units {
+            experts: 2,
+            classes: 1,
+            bytes: vec![100, 100],
+            gradients: vec![10, 10],
+            replayable: true,
+            have_owners: true,
+        };
+        let copies = |kind| UnitCopies { kind, primary: 0, holders: vec![1], own: Vec::new(), version: None };
+        let both = vec![copies(CopyKind::Replayed), copies(CopyKind::Snapshot { period: 1 })];
+        let replica = 100 + LOG_STEPS * 10;
+        for (room, left) in [(replica + 200, [1, 1]), (replica + 199, [0, 1]), (200, [0, 1]), (199, [0, 0])] {
+            let mut copies = Copies::of(both.clone(), 0);
+            let missing = copies.fit(&BTreeMap::from([(0, 200), (1, room)]), &units, false);
+            let found = [0, 1].map(|unit: usize| copies.units[unit].holders.len() as u64);
+            assert_eq!((found, missing), (left, (1 - left[0]) * replica + (1 - left[1]) * 200), "{room}");
+        }
     }
 }

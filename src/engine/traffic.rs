@@ -105,21 +105,19 @@ pub(super) fn chunk_schedule(
             .for_each(|(sender, receiver, bytes)| *merged.entry((sender, receiver)).or_default() += bytes);
         own = merged.into_iter().map(|((sender, receiver), bytes)| (sender, receiver, bytes)).collect();
     }
-    let piece = |(number, &(sender, receiver, bytes)): (usize, &(usize, usize, u64))| {
-        let peer = if sender == node { receiver } else { sender };
-        CopyItem { unit: format!("{number}: {sender} to {receiver}"), bytes, destinations: vec![peer] }
+    let piece = |(number, &(sender, receiver, bytes)): (usize, &(usize, usize, u64))| CopyItem {
+        unit: format!("{number}: {sender} to {receiver}"),
+        bytes,
+        destinations: vec![0],
     };
     let pieces: Vec<CopyItem> = own.iter().enumerate().map(piece).collect();
     let windows = synthetic_windows(network.layers, network.step_seconds, network.idle)?;
-    let mut peers: Vec<usize> = pieces.iter().flat_map(|piece| piece.destinations.clone()).collect();
-    peers.sort_unstable();
-    peers.dedup();
-    let receiver = |rank| Receiver { rank, windows: windows.clone(), clock_offset: 0.0 };
-    let receivers: Vec<Receiver> = peers.into_iter().map(receiver).collect();
+    // All peers count as one: each carries a part of the node's bytes in windows like the node's.
+    let peers = Receiver { rank: 0, windows: windows.clone(), clock_offset: 0.0 };
     let request = Request {
         pieces: &pieces,
         windows: &windows,
-        receivers: &receivers,
+        receivers: &[peers],
         link: network.link,
         memory: forecast_memory(bytes),
         policy,

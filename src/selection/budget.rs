@@ -47,7 +47,7 @@ fn queue(tokens: &[i64]) -> Vec<usize> {
 fn split(risk: &[i128], room: &[usize], capacity: usize) -> Vec<usize> {
     let mut left = capacity.min(room.iter().sum());
     let mut quotas = vec![0; risk.len()];
-    let mut open: Vec<usize> = (0..risk.len()).filter(|&layer| room[layer] > 0).collect();
+    let mut open: Vec<usize> = (0..risk.len()).collect();
     loop {
         let total: i128 = open.iter().map(|&layer| risk[layer]).sum();
         let share = |layer: usize| left as i128 * risk[layer];

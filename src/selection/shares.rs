@@ -194,12 +194,9 @@ impl<'a> Flow<'a> {
                     }
                     Err(seen) => seen,
                 };
-                // Only these ranks can take the units that the layers leading to them lack.
-                let ranks = seen.iter().enumerate().filter(|(_, is_seen)| **is_seen).map(|(rank, _)| rank);
-                let loads: Vec<usize> = ranks.map(|rank| self.load[rank]).collect();
-                let needed =
-                    loads.iter().map(|&load| load.min(self.share)).sum::<usize>() + self.lacks[layer];
-                self.share = needed.div_ceil(loads.len().max(1)).max(self.share + 1);
+                // Only these ranks, which are full, can take the units that the layers leading to them lack.
+                let full = seen.iter().filter(|is_seen| **is_seen).count();
+                self.share += self.lacks[layer].div_ceil(full.max(1));
             }
         }
     }

@@ -1,7 +1,7 @@
 //! Versions and bytes of copies whose units have versions of their own, and of those that follow one schedule.
 
 use super::units;
-use evermoe::engine::{Copies, History, busiest};
+use evermoe::engine::{Copies, History, Units, VersionSchedule, busiest};
 use evermoe::protection::{CopyKind, ProtectionPlan, UnitProtection};
 use evermoe::protocol::version_of;
 use std::collections::BTreeMap;
@@ -86,4 +86,24 @@ fn the_busiest_node_sends_or_receives_the_most() {
     assert_eq!(busiest(&sends), 35, "node 2 receives 20 and 15");
     assert_eq!(busiest(&BTreeMap::from([((0, 1), 10), ((0, 2), 30), ((1, 2), 5)])), 40, "node 0 sends both");
     assert_eq!(busiest(&BTreeMap::new()), 0);
+}
+
+#[test]
+fn a_version_is_complete_with_the_vote_on_its_last_step() {
+    let mut schedule = VersionSchedule::new(4);
+    assert_eq!(
+        (schedule.begun(), schedule.complete(), schedule.is_due(4), schedule.is_due(5)),
+        (4, 4, false, true)
+    );
+    schedule.begin_version(5, 3);
+    assert_eq!((schedule.begun(), schedule.complete()), (5, 4));
+    assert_eq!([6, 7, 8, 9].map(|step| schedule.is_due(step)), [false, false, true, true]);
+    assert_eq!([5, 6, 7, 8].map(|step| schedule.lag(step)), [0, 1, 2, 2], "4 until the vote on 8, then 5");
+}
+
+#[test]
+fn sizes_are_those_of_the_units() {
+    let units = Units { experts: 2, classes: 2, bytes: vec![1, 2, 3, 4, 50, 60], ..units(false) };
+    assert_eq!((units.of_class(0), units.of_class(1)), (vec![1, 2], vec![3, 4]));
+    assert_eq!((units.sum(units.dense()), units.sum([1, 3].into_iter())), (110, 6));
 }

@@ -11,6 +11,14 @@ const TOKENS: [i64; 3] = [30, 20, 10];
 /// Three nodes with one expert each, and a unit that all train, or that node 0 owns. A budget or a save has room for one
 /// expert.
 fn engine(preset: PresetName, is_owned: bool, replication: usize) -> Engine {
+    build(preset, is_owned, |options| options.replication = replication)
+}
+
+fn engine_with(preset: PresetName, change: impl FnOnce(&mut Options)) -> Engine {
+    build(preset, false, change)
+}
+
+fn build(preset: PresetName, is_owned: bool, change: impl FnOnce(&mut Options)) -> Engine {
     let units = Units {
         experts: 3,
         classes: 1,
@@ -19,9 +27,9 @@ fn engine(preset: PresetName, is_owned: bool, replication: usize) -> Engine {
         replayable: true,
         have_owners: is_owned,
     };
-    let options = Options {
+    let mut options = Options {
         preset: preset.preset(),
-        replication,
+        replication: 2,
         copy_budget: 0.01,
         snapshot_interval: Some(1),
         experts_per_save: Some(1),
@@ -29,6 +37,7 @@ fn engine(preset: PresetName, is_owned: bool, replication: usize) -> Engine {
         max_lost_token_fraction: 1.0,
         remote_bytes_per_step: Some(1200),
     };
+    change(&mut options);
     let ranks: Vec<RankInfo> = (0..3).map(rank).collect();
     let unit = |unit: usize| UnitInfo {
         state_bytes: units.bytes[unit],
@@ -147,6 +156,26 @@ fn all_go_back_with_a_unit_that_must_not_lag() {
     assert_eq!(lazarus.if_lost(&[0]).unwrap().version, None);
 }
 
+/// Expert 0 has step 4 alone, all other units step 5 alone.
+#[test]
+fn experts_lag_where_the_preset_allows_it() {
+    let (four, five) = (version_of(0, 4), version_of(0, 5));
+    for (preset, replication, all_at_five, one_at_four) in [
+        (PresetName::Gemini, 2, (Some(five), 0, false), (None, 0, false)),
+        (PresetName::Auto, 2, (Some(five), 0, false), (Some(five), 1, true)),
+        (PresetName::Auto, 0, (Some(five), 0, false), (None, 0, false)),
+        (PresetName::Moetion, 2, (Some(five), 0, true), (Some(five), 1, true)),
+    ] {
+        let engine = engine(preset, false, replication);
+        for (oldest, wanted) in [(five, all_at_five), (four, one_at_four)] {
+            let held = vec![(oldest, 0), (five, 1), (five, 2), (five, 3)];
+            let (plan, may_lag) =
+                engine.version_left(|may_lag| Ok(plan_version(4, held.clone(), may_lag))).unwrap();
+            assert_eq!((plan.version, plan.stale.len(), may_lag), wanted, "{preset:?} × {replication}");
+        }
+    }
+}
+
 #[test]
 fn nothing_is_left_without_copies() {
     for preset in [PresetName::Auto, PresetName::Gemini, PresetName::Moetion] {
@@ -168,4 +197,54 @@ fn a_stride_counts_for_its_steps() {
     engine.begin_step().unwrap();
     let made = engine.take_step(version_of(0, 2), || TOKENS.to_vec()).unwrap();
     assert_eq!(made.peer_bytes, 3 * 1200, "states: in the steps between, other experts were copied");
+}
+
+#[test]
+fn a_budget_that_has_no_room_for_an_expert_has_none_in_several_steps() {
+    for (bytes, in_three) in [(1199, 1199), (1200, 3600), (5000, 15000)] {
+        let mut engine =
+            engine_with(PresetName::Moetion, |options| options.remote_bytes_per_step = Some(bytes));
+        engine.set_stride(3);
+        assert_eq!(engine.remote_budget(), Some(in_three));
+    }
+}
+
+/// 8 steps between two saves are 2 steps of 4.
+#[test]
+fn saves_count_in_strides() {
+    for (interval, stride, saves) in [(8, 4, [2, 4]), (7, 3, [2, 4]), (2, 4, [1, 2])] {
+        let mut pec = engine_with(PresetName::Pec, |options| options.save_interval = interval);
+        pec.set_stride(stride);
+        let mut found = Vec::new();
+        for step in 1..=4 {
+            let made = pec.take_step(version_of(0, step), || TOKENS.to_vec()).unwrap();
+            found.extend((made.store_bytes > 0).then_some(step));
+            pec.end_save(true);
+        }
+        assert_eq!(found[..2], saves, "{interval} / {stride}");
+    }
+}
+
+/// What was lost once is not lost again, and a copy of all experts has all tokens.
+#[test]
+fn tokens_count_from_the_copy() {
+    for (preset, name) in [(PresetName::Moetion, "moetion"), (PresetName::Pec, "pec")] {
+        let mut engine = engine(preset, false, 2);
+        take(&mut engine, 6);
+        let loss = engine.if_lost(&[1]).unwrap();
+        assert_eq!(stale(&loss), [(1, 4, Some(40))], "{name}");
+        assert_eq!(engine.lose(&loss.stale).unwrap(), Some(40.0), "{name}");
+        assert_eq!(engine.if_lost(&[1]).unwrap().lost_tokens, Some(vec![0]), "{name}");
+        assert_eq!(engine.ledger().unwrap().lost(), [0, 40, 0], "{name}");
+    }
+    let mut moetion = engine(PresetName::Moetion, false, 2);
+    take(&mut moetion, 2);
+    assert_eq!(moetion.ledger().unwrap().at_risk().iter().filter(|&&tokens| tokens > 0).count(), 2);
+    moetion.resume(version_of(0, 2)).unwrap();
+    assert_eq!(moetion.ledger().unwrap().at_risk(), [0; 3], "a recovery has copied all of them");
+    let mut pec = engine(PresetName::Pec, false, 2);
+    take(&mut pec, 2);
+    let before = pec.ledger().unwrap().at_risk().to_vec();
+    pec.resume(version_of(0, 2)).unwrap();
+    assert_eq!(pec.ledger().unwrap().at_risk(), before, "the store has what was saved");
 }

@@ -6,9 +6,10 @@
 
 mod copies;
 mod if_lost;
+mod plans;
 mod selection;
 
-use evermoe::engine::{Engine, Members, Network, Options, Planned, Units};
+use evermoe::engine::{Engine, Members, Network, Options, Pace, Planned, Units};
 use evermoe::protection::{PresetName, RankInfo, UnitInfo};
 use evermoe::protocol::{step_of, version_of};
 use evermoe::schedule::Link;
@@ -142,6 +143,12 @@ fn first(planned: &Planned) -> u64 {
     planned.first.values().sum()
 }
 
+fn text_of(pace: &Pace) -> String {
+    let windows = pace.window_steps.map_or("none".into(), |steps| steps.to_string());
+    let (bytes, steps, delay) = (pace.bytes, pace.version_steps, pace.delay_seconds);
+    format!("{bytes} bytes a step, a version in {steps}, in windows alone in {windows}, delay {delay:.3} s")
+}
+
 /// One life of a job, a line for each event.
 fn life(preset: PresetName, is_sharded: bool) -> String {
     let mut engine = Engine::new(options(preset), units(is_sharded)).unwrap();
@@ -153,14 +160,13 @@ fn life(preset: PresetName, is_sharded: bool) -> String {
     engine.resume(0).unwrap();
     writeln!(lines, "copies: {}", held(&engine)).unwrap();
     let pace = engine.pace(&network(1e6)).unwrap();
-    writeln!(lines, "pace: {} bytes a step, a version in {}", pace.bytes, pace.version_steps).unwrap();
+    writeln!(lines, "pace: {}", text_of(&pace)).unwrap();
     for number in 1..=4 {
         let made = step(&mut engine, 0, number);
         writeln!(lines, "step {number}: {made}; {}", held(&engine)).unwrap();
     }
     let pace = engine.pace(&network(100.0)).unwrap();
-    writeln!(lines, "short windows: {} bytes a step, a version in {}", pace.bytes, pace.version_steps)
-        .unwrap();
+    writeln!(lines, "short windows: {}", text_of(&pace)).unwrap();
     for number in 5..=6 {
         step(&mut engine, 0, number);
     }

@@ -88,6 +88,52 @@ fn pec_saves_k_experts_of_each_layer_and_a_due_save_follows_the_one_in_progress(
     }
 }
 
+/// Two layers of two experts, each with a copy on two other nodes.
+#[test]
+fn experts_of_each_layer_have_their_own_copies_and_tokens() {
+    let sizes = Units { experts: 2, classes: 2, ..units(false) };
+    let mut options = options(PresetName::Moetion);
+    (options.replication, options.remote_bytes_per_step) = (3, None);
+    let mut engine = Engine::new(options, sizes).unwrap();
+    let mut cluster = Cluster::new(&[0, 1, 2], false, 1 << 20);
+    cluster.ranks[1].step_seconds = Some(0.05);
+    cluster.ranks.iter_mut().for_each(|rank| {
+        rank.link = Some(Link { alpha: 0.0, beta: 100.0 });
+        rank.step_seconds = rank.step_seconds.map(|seconds| seconds / 2.0);
+    });
+    engine.plan(&cluster.members(), version_of(1, 0)).unwrap();
+    assert_eq!(
+        engine.remote_budget(),
+        Some(150),
+        "what three links carry in the slowest member's half second"
+    );
+    engine.resume(version_of(1, 0)).unwrap();
+    let mut take = |number, counts: [i64; 4], wanted: [&[usize]; 2]| {
+        let chosen = engine.begin_step().unwrap().unwrap().clone();
+        let made = engine.take_step(version_of(1, number), || counts.to_vec()).unwrap();
+        assert_eq!(chosen, wanted, "step {number}");
+        (made.peer_bytes, engine.ledger().unwrap().at_risk().to_vec())
+    };
+    assert_eq!(take(1, [1, 2, 3, 90], [&[0], &[]]), (200, vec![0, 2, 3, 90]), "a state to two nodes");
+    assert_eq!(take(2, [1, 2, 3, 90], [&[], &[1]]), (200, vec![1, 4, 6, 0]));
+    assert_eq!(take(3, [1, 2, 3, 90], [&[], &[1]]), (20, vec![2, 6, 9, 0]), "a gradient to two nodes");
+    assert_eq!(take(4, [0, 0, 900, 0], [&[], &[1]]), (20, vec![2, 6, 909, 0]));
+    assert_eq!(
+        engine.if_lost(&[1]).unwrap().stale,
+        [(2, version_of(1, 0))],
+        "not copied since the beginning"
+    );
+    let loss = engine.if_lost(&[0, 1]).unwrap();
+    assert_eq!(loss.stale, [(0, version_of(1, 1)), (1, version_of(1, 0)), (2, version_of(1, 0))]);
+    assert_eq!(loss.lost_tokens, Some(vec![2, 6, 909]));
+    assert_eq!(engine.lose(&loss.stale).unwrap(), Some(917.0));
+    assert_eq!(engine.ledger().unwrap().lost(), [2, 6, 909, 0]);
+    engine.take_step(version_of(1, 5), || vec![5; 4]).unwrap();
+    engine.resume(version_of(1, 5)).unwrap();
+    assert_eq!(engine.ledger().unwrap().at_risk(), [0; 4]);
+    assert_eq!(engine.ledger().unwrap().lost(), [2, 6, 909, 0]);
+}
+
 #[test]
 fn selectors_take_experts_in_turn_or_by_load() {
     let mut ledger = TokenLedger::new(2, 3, 1, 1.0).unwrap();
