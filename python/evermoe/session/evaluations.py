@@ -84,8 +84,8 @@ class Evaluations:
         self._progress = _Progress()
         self._found = ""
         """Result of the latest finished evaluation as JSON, for this member's script."""
-        self._generation: int | None = None
-        """Generation of the group in which this member trains."""
+        self._trains_in: tuple[int, int] | None = None
+        """Generation of the group in which this member trains, and its size."""
         self._inside: list[int] = []
         """Ranks that were in an evaluation when the latest recovery began, until these begin a step."""
         self._was_cut = False
@@ -273,7 +273,7 @@ class Evaluations:
         return {
             "rank": self._group.rank,
             "node": self._node,
-            "generation": self._generation,
+            "trains_in": self._trains_in,
             "purpose": self._meeting.purpose,
             "gave_up": gave_up,
             "is_pending": self._work is not None,
@@ -289,7 +289,8 @@ class Evaluations:
         Raises:
             PeerLost: another member is gone.
         """
-        self._generation, self._meeting.purpose, self._was_cut = generation, None, False
+        self._trains_in = generation, self._group.size
+        self._meeting.purpose, self._was_cut = None, False
         self.substitute.use_again()
         if self._group.rank not in self._inside:
             while self._inside:
@@ -363,12 +364,13 @@ def _done(mine: dict[str, Any], found: list[dict[str, Any]]) -> list[dict[str, A
 
 def _refuse_absent(found: list[dict[str, Any]]) -> None:
     for waiting in found:
-        if waiting["purpose"] not in (Purpose.EVALUATION, Purpose.ALONE):
-            continue
-        for other in found:
+        together = [each for each in found if each["trains_in"] == waiting["trains_in"]]
+        if waiting["purpose"] not in (Purpose.EVALUATION, Purpose.ALONE) or len(together) < waiting["trains_in"][1]:
+            continue  # others may have waited for a member that is gone
+        for other in together:
             is_inside = other["purpose"] is not None or other["is_pending"] or other["was_cut"]
             gave_up = waiting["gave_up"] or other["gave_up"]  # both wait, and one of them gives up first
-            if gave_up and other["generation"] == waiting["generation"] and not is_inside:
+            if gave_up and not is_inside:
                 what = "session.alone()" if waiting["purpose"] == Purpose.ALONE else "an evaluation"
                 raise UnequalForwards(
                     f"rank {other['rank']} on {other['node']} did not come to {what} in which rank {waiting['rank']} "

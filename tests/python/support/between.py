@@ -84,6 +84,7 @@ class Script:
         self.record.write("generated", step=self.session.step, broken=self.session.group.broken)
 
     def skip(self) -> None:
+        self.record.fault("skip", self.session.step)
         if self.options.name != "b" or self.session.step != 2:
             with self.session.evaluation():
                 logits_loss(self.session.model, BATCHES[0])

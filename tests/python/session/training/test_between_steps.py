@@ -98,6 +98,16 @@ def test_member_that_skips_an_evaluation_is_named(start_job, name):
         assert "on b did not come to an evaluation in which rank" in failed["message"]
 
 
+def test_nobody_is_blamed_while_another_member_hangs(start_job):
+    """All wait for c, which hangs: b has not come to the evaluation either, and may be about to."""
+    job = start_job(3, hang_timeout=2.0)
+    workers = job.start_all({"c": [Fault("skip", 2, "hang")]}, "abc", steps=STEPS, **scenario("skip"))
+    assert [each.join() for each in workers[:2]] == [0, 0]
+    for each in workers[:2]:
+        assert each.events("done")[-1]["step"] == STEPS
+        assert [found["members"] for found in each.events("recovered")] == [3, 2]
+
+
 @pytest.mark.parametrize("preset", ["auto", pytest.param("gemini", marks=pytest.mark.long)])
 def test_one_member_may_work_for_longer_than_the_hang_timeout(start_job, preset):
     job = start_job(2, hang_timeout=2.0, replication=2, preset=preset)
