@@ -51,7 +51,7 @@ pub(super) struct Turns {
     saving: Option<Vec<(usize, Stored)>>,
     /// Whether a save was scheduled while another was in progress: it begins with the first step after that one.
     is_owed: bool,
-    /// Experts that were copied after the previous step: only their gradients are sent.
+    /// Experts whose copies are current as a step begins: only their gradients are sent.
     followed: Vec<bool>,
 }
 
@@ -206,7 +206,8 @@ impl Turns {
         }
         let mut chosen: Selection = vec![Vec::new(); units.classes];
         for unit in 0..units.num_experts() {
-            if copies.units[unit].kind == CopyKind::Replayed {
+            self.followed[unit] = copies.units[unit].kind == CopyKind::Replayed;
+            if self.followed[unit] {
                 chosen[unit / units.experts].push(unit % units.experts);
                 self.stored[unit] = Some(Stored { version, processed: self.processed(unit) });
             }

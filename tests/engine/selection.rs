@@ -53,8 +53,8 @@ fn an_expert_that_its_copy_followed_sends_a_gradient_and_others_their_state() {
         engine.begin_step().unwrap();
         engine.take_step(version_of(0, number), || counts.to_vec()).unwrap().peer_bytes
     };
-    assert_eq!(sent(&mut engine, 1, [90, 1, 1, 1]), 100, "its state: nothing followed before");
-    assert_eq!(sent(&mut engine, 2, [90, 1, 1, 1]), 10, "expert 0 again: its gradient");
+    assert_eq!(sent(&mut engine, 1, [90, 1, 1, 1]), 10, "its gradient: all copies are current");
+    assert_eq!(sent(&mut engine, 2, [90, 1, 1, 1]), 10, "expert 0 again");
     assert_eq!(sent(&mut engine, 3, [0, 500, 1, 1]), 10);
     assert_eq!(sent(&mut engine, 4, [0, 500, 1, 1]), 100, "expert 1 has most tokens at risk now");
 }
@@ -114,9 +114,9 @@ fn experts_of_each_layer_have_their_own_copies_and_tokens() {
         assert_eq!(chosen, wanted, "step {number}");
         (made.peer_bytes, engine.ledger().unwrap().at_risk().to_vec())
     };
-    assert_eq!(take(1, [1, 2, 3, 90], [&[0], &[]]), (200, vec![0, 2, 3, 90]), "a state to two nodes");
-    assert_eq!(take(2, [1, 2, 3, 90], [&[], &[1]]), (200, vec![1, 4, 6, 0]));
-    assert_eq!(take(3, [1, 2, 3, 90], [&[], &[1]]), (20, vec![2, 6, 9, 0]), "a gradient to two nodes");
+    assert_eq!(take(1, [1, 2, 3, 90], [&[0], &[]]), (20, vec![0, 2, 3, 90]), "a gradient to two nodes");
+    assert_eq!(take(2, [1, 2, 3, 90], [&[], &[1]]), (200, vec![1, 4, 6, 0]), "a state to two nodes");
+    assert_eq!(take(3, [1, 2, 3, 90], [&[], &[1]]), (20, vec![2, 6, 9, 0]));
     assert_eq!(take(4, [0, 0, 900, 0], [&[], &[1]]), (20, vec![2, 6, 909, 0]));
     assert_eq!(
         engine.if_lost(&[1]).unwrap().stale,

@@ -81,8 +81,7 @@ TABLE = {
     "auto": Row(0, 3 * GRADIENT, (6 * 3 + 10 * 2) * GRADIENT, 1215552, (3 + 2) * STATE, 2 * STATE),
     "gemini": Row(1, MODEL, (STEPS + 1) * MODEL, 754240),
     "baft": Row(1, MODEL, (STEPS + 1) * MODEL, 754240),
-    # Its copies begin with states.
-    "moetion": Row(0, 3 * GRADIENT, 3 * STATE + (5 * 3 + 10 * 2) * GRADIENT, 1215552, (3 + 2) * STATE, 2 * STATE),
+    "moetion": Row(0, 3 * GRADIENT, (6 * 3 + 10 * 2) * GRADIENT, 1215552, (3 + 2) * STATE, 2 * STATE),
     "lazarus": Row(0, 0, 0, None, 0, 0),
 }
 
@@ -154,9 +153,8 @@ def test_a_real_run_has_the_events_bytes_and_versions_of_the_table(preset, tmp_p
         assert (STEPS - 2) * row.step <= all_sent <= (STEPS + 2) * 1.1 * row.step
         return  # what goes back is fetched by all
     assert before == pytest.approx(KILL[1] * row.step, rel=0.02), "messages have heads, and gradients are encoded"
-    if preset != "moetion":  # whose simulation sends states in the first step, and a session before it
-        after = row.first - (3 * STATE if row.first else 0)
-        assert all_sent == pytest.approx(row.copied + after, rel=0.02)
+    after = row.first - (3 * STATE if row.first else 0)
+    assert all_sent == pytest.approx(row.copied + after, rel=0.02)
     assert episode.fetched_bytes == row.moved + COUNTER * episode.fetched_units
     replanned = [each["missing_bytes"] for each in events[0] if each["event"] == "protection_planned"][-1]
     copied, rest = divmod(replanned, STATE + COUNTER)
