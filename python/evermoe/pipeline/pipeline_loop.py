@@ -53,7 +53,7 @@ class PipelineLoop:
         self.has_left = False
         """Whether this rank has left its job."""
         limit = parts.config.membership.drain_timeout
-        self._preemption = PreemptionHandler(leave, limit, lambda: bool(driver.history.reports))
+        self._preemption = PreemptionHandler(leave, limit, driver)
 
     def steps(self, until: int) -> Iterator[PipelineStep]:
         """Yield the steps; see `PipelineSession.steps`."""

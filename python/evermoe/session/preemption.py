@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 from evermoe.errors import LEFT_CODE, REQUEUE_CODE
+from evermoe.session.training_driver import TrainingDriver
 
 logger = logging.getLogger(__name__)
 
@@ -34,11 +35,12 @@ class PreemptionHandler:
     Args:
         leave: asks to leave after the step.
         limit: seconds that this may take; 0: signals are ignored.
-        has_begun: whether this member takes part in the job; before that a signal ends it at once.
+        driver: of the member; before it takes part in the job a signal ends it at once.
     """
 
-    def __init__(self, leave: Callable[[], None], limit: float, has_begun: Callable[[], bool]) -> None:
-        self._leave, self._limit, self._has_begun = leave, limit, has_begun
+    def __init__(self, leave: Callable[[], None], limit: float, driver: TrainingDriver) -> None:
+        self._leave, self._limit, self._history = leave, limit, driver.history
+        driver.obey_before_job = self._obey_before_job
         self._came: signal.Signals | None = None
         self._terminated = 0.0
         """Time of the first SIGTERM; 0 before it."""
@@ -74,6 +76,10 @@ class PreemptionHandler:
         if self._came is not None:
             raise SystemExit(CODES[self._came])
 
+    def _obey_before_job(self) -> None:
+        if self._came is not None and not self._history.reports:
+            raise SystemExit(CODES[self._came])
+
     def _comes(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
         if number == signal.SIGTERM:
@@ -83,8 +89,7 @@ class PreemptionHandler:
         if self._came is not None:
             return
         self._came = signal.Signals(number)
-        if not self._has_begun():
-            raise SystemExit(CODES[self._came])
+        self._obey_before_job()
         logger.warning("%s: this process leaves its job after the step", self._came.name)
         self._leave()
         self._timer = threading.Timer(self._limit, self._give_up, [self._came])

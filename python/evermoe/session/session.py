@@ -239,9 +239,7 @@ class Session(BetweenSteps):
             generation=max(self._store.newest_generation(), self._driver.saved_generation()),
             on_record=lambda said, commands: emit(Protocol(said, commands)),
         )
-        self._preemption = PreemptionHandler(
-            self.leave, joining.drain_timeout, lambda: bool(self._driver.history.reports)
-        )
+        self._preemption = PreemptionHandler(self.leave, joining.drain_timeout, self._driver)
         self.has_left = False
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from typing import NoReturn
@@ -71,6 +71,9 @@ class TrainingDriver(Driver):
         """Steps whose update was left out, as a loss or a gradient was not finite."""
         self.asks_to_stop = False
         """Whether this member's script asks all members to end the job."""
+        self.obey_before_job: Callable[[], None] = lambda: None
+        """Ends this process if a signal came while it waits for a part in the job. The handler's own exception may get
+        lost: torchft decodes the members' data in Python, and drops what is raised there."""
         self._version = 0
         """Version of this member's state."""
         self._random = ExitStack()
@@ -108,7 +111,8 @@ class TrainingDriver(Driver):
         self.history.clock.enter("agree")
 
     def waiting(self) -> None:
-        """Stop a process that arrived after the end of its job."""
+        """Stop a process that arrived after the end of its job, or that was told to end."""
+        self.obey_before_job()
         if is_marked(FINISHED):
             raise JobFinished(f"job {self._membership.identity.job} has committed all its steps")
 

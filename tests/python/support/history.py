@@ -45,7 +45,7 @@ def _check_positions(each: Worker, away: bool) -> None:
             begun = event["step"]
         elif event["event"] == "recovered":
             assert event["steps_lost"] == 0
-            assert position is None or position <= event["step"], (each.name, position, event)
+            assert position is None or unreported <= event["step"], (each.name, unreported, event)
             # Not past the step that it had begun, which may be several after the last that was reported to it.
             assert position is None or away or event["step"] <= begun + 1, (each.name, begun, event)
             unreported = event["step"] if position is None else unreported

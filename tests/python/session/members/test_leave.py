@@ -1,10 +1,16 @@
 """Members that leave on notice: their step is completed, the others repeat none, and nothing goes with them."""
 
+import json
+import os
 import signal
+import sys
 
 import pytest
+import torch
 
+import evermoe
 from evermoe.checkpoint.checkpoint_folder import find
+from evermoe.comm.lighthouse import start_local_lighthouse
 from support.harness import PATIENCE, wait_until
 from support.history import check_history
 from support.worker import Fault
@@ -109,3 +115,31 @@ def test_member_that_waits_for_others_ends_at_once(start_job):
     alone.signal(signal.SIGTERM)
     assert alone.join() == 143
     assert "no step was completed" not in alone.log()
+
+
+def test_a_signal_that_comes_while_the_lighthouse_is_asked_is_not_lost(tmp_path, monkeypatch):
+    """torchft decodes the answer by Python's `json`, and drops what the signal's handler raises there."""
+    server, address = start_local_lighthouse(heartbeat_timeout=1.0, join_timeout=1)
+    loads, signalled = json.loads, []
+
+    def loads_signalled(*args, **options):
+        if sys._getframe(1).f_code.co_name == "request_quorum" and not signalled:
+            signalled.append(True)
+            os.kill(os.getpid(), signal.SIGTERM)
+        return loads(*args, **options)
+
+    layer = evermoe.MoE(8, 16, 4, top_k=1)
+    session = evermoe.Session(
+        layer,
+        torch.optim.AdamW(layer.parameters(), fused=True),
+        evermoe.ElasticSampler(8, 4),
+        membership=evermoe.Membership(
+            lighthouse=address, job="asked", members=2, quorum_timeout=PATIENCE, memory_dir=str(tmp_path)
+        ),
+    )
+    monkeypatch.setattr(json, "loads", loads_signalled)
+    with pytest.raises(SystemExit) as ended:
+        next(session.steps(1))
+    assert signalled
+    assert ended.value.code == 143
+    server.shutdown()
