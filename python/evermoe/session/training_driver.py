@@ -73,7 +73,7 @@ class TrainingDriver(Driver):
         """Whether this member's script asks all members to end the job."""
         self.obey_before_job: Callable[[], None] = lambda: None
         """Ends this process if a signal came while it waits for a part in the job. The handler's own exception may get
-        lost: torchft decodes the members' data in Python, and drops what is raised there."""
+        lost: torchft decodes the members' data in Python, and drops an exception of it."""
         self._version = 0
         """Version of this member's state."""
         self._random = ExitStack()
@@ -111,7 +111,7 @@ class TrainingDriver(Driver):
         self.history.clock.enter("agree")
 
     def waiting(self) -> None:
-        """Stop a process that arrived after the end of its job, or that was told to end."""
+        """Stop a process that arrived after the end of its job, or that a signal ends."""
         self.obey_before_job()
         if is_marked(FINISHED):
             raise JobFinished(f"job {self._membership.identity.job} has committed all its steps")

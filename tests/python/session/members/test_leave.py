@@ -118,7 +118,7 @@ def test_member_that_waits_for_others_ends_at_once(start_job):
 
 
 def test_a_signal_that_comes_while_the_lighthouse_is_asked_is_not_lost(tmp_path, monkeypatch):
-    """torchft decodes the answer by Python's `json`, and drops what the signal's handler raises there."""
+    """torchft decodes the answer by Python's `json`, and drops an exception of the signal's handler."""
     server, address = start_local_lighthouse(heartbeat_timeout=1.0, join_timeout=1)
     loads, signalled = json.loads, []
 
